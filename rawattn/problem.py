@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked for: a frozen, hashable description of one attention call, with no pointers and no lengths in it.
+
+`Problem` holds *bounds* (batch, longest sequence, rows stored), never per-sequence lengths: those may live on the
+GPU, and reading them would synchronise. Everything that chooses code or launch shape is here; everything that is
+only a number for the kernel (softmax scale, softcap value, strides, addresses) is not.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+
+class Unsupported(NotImplementedError):
+    """No backend takes the problem; the message holds the reason of every one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """The keys that a query row sees, counted from its diagonal.
+
+    Row ``i`` of a sequence with ``Sq`` queries and ``Sk`` keys has its diagonal at key ``i + Sk - Sq``, or at key
+    ``i`` where `top_left` is set. It sees keys ``diagonal - left`` to ``diagonal + right``, both inclusive; -1 is
+    unbounded. Causal attention is ``right=0``.
+    """
+
+    left: int = -1
+    right: int = -1
+    top_left: bool = False
+
+    @classmethod
+    def of(cls, causal: bool | str = False, window_size: tuple[int, int] = (-1, -1)) -> Mask:
+        """The mask that the public arguments name: `causal` caps the right side of the window at the diagonal."""
+        if not (isinstance(causal, bool) or causal in ("bottom_right", "top_left")):
+            raise ValueError(f"causal={causal!r}: accepted are False, True, 'bottom_right' and 'top_left'")
+        try:
+            left, right = (int(w) for w in window_size)
+        except (TypeError, ValueError):
+            raise ValueError(f"window_size={window_size!r}: accepted is a pair of integers (left, right)") from None
+        if left < -1 or right < -1:
+            raise ValueError(f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0")
+        if causal:
+            right = 0 if right < 0 else min(right, 0)
+        return cls(left=left, right=right, top_left=causal == "top_left")
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def trivial(self) -> bool:
+        return self.left < 0 and self.right < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Which steps lie between q.k and the softmax; their values are launch arguments."""
+
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+
+
+class CacheLayout(enum.Enum):
+    """How a paged KV cache lies in memory; x is 16 bytes worth of elements. Outer strides are free."""
+
+    NHD = "NHD"  # K, V (blocks, page, Hkv, D)
+    HND = "HND"  # K, V (blocks, Hkv, page, D)
+    X_MAJOR = "x-major"  # K (blocks, Hkv, D/x, page, x), V (blocks, Hkv, D, page)
+
+
+class Rows(enum.Enum):
+    """How the sequences of a batch lie in an array."""
+
+    DENSE = "dense"  # (B, S, H, D): every sequence has S rows
+    PADDED = "padded"  # (B, S, H, D), of which the first seqused[b] rows count
+    PACKED = "packed"  # (total, H, D), sequence b at rows cu_seqlens[b] to cu_seqlens[b + 1]
+    PACKED_USED = "packed, used"  # packed, of which the first seqused[b] rows of each sequence count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One forward attention call. `max_q` and `max_k` bound the lengths of the sequences."""
+
+    dtype: str  # a name of arrays.DTYPES: "float16", "bfloat16", "float32"
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    max_q: int
+    max_k: int
+    q_rows: Rows = Rows.DENSE
+    k_rows: Rows = Rows.DENSE
+    mask: Mask = field(default_factory=Mask)
+    scores: Scores = field(default_factory=Scores)
+    copy_bytes: int = 16  # every row of q, k, v and out starts on, and is a multiple of, this many bytes
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no output row to write, so that nothing is launched."""
+        return 0 in (self.batch, self.max_q, self.q_heads, self.value_dim)
+
+
+def check_scalar(name: str, value: float, *, positive: bool = False) -> float:
+    """A finite float, or a ValueError that names the argument."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r}: accepted is a number") from None
+    if not math.isfinite(number) or (positive and number < 0):
+        raise ValueError(f"{name}={number}: accepted are finite numbers{' from 0' if positive else ''}")
+    return number
