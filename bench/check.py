@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares big outputs with float64, on the GPU that made them, before anything is timed.
+
+Written for NumPy and CuPy alike, so that a test holds it to `rawattn.reference`. Every (batch,
+head) pair is compared in whole while a problem has at most `SCORES` scores, else evenly spaced
+pairs, the first and the last among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawattn.arrays import DTYPES
+from rawattn.problem import Problem
+
+SCORES = 2**34
+CHUNK = 2**25  # scores held at once, in about six float64 arrays
+MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Attention of some (batch, head) pairs, and how far from it a correct output may lie."""
+
+    problem: Problem
+    pairs: Any  # (n,) batch * q_heads + q_head
+    out: Any  # (n, Sq, Dv) float64
+    row_error: Any  # (n, Sq, 1) largest error in a row when P and O are rounded to the storage type
+
+    def error_ratio(self, out: Any, xp: Any = np) -> float:
+        """The largest error of `out` (B, Sq, Hq, Dv) over its bound; above 1, or NaN, is wrong.
+
+        The bound of an element is twice the error of its row's rounded twin, and two units in the
+        last place.
+        """
+        bits = MANTISSA_BITS[self.problem.dtype]
+        exponent = xp.floor(xp.log2(xp.maximum(xp.abs(self.out), 1e-30)))
+        bound = 2 * self.row_error + 2 * xp.exp2(exponent - bits)
+        got = _pairs_first(out, xp)[self.pairs]
+        return float(xp.max(xp.abs(got - self.out) / bound))
+
+
+def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any = np) -> Expected:
+    """Float64 attention of dense fp16 or bf16 arrays.
+
+    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); `xp` is NumPy or CuPy.
+    """
+    p = problem
+    q, k, v = (_pairs_first(x, xp) for x in (q, k, v))
+    pairs = _chosen_pairs(p)
+    out = xp.empty((len(pairs), p.max_q, p.value_dim))
+    row_error = xp.empty((len(pairs), p.max_q, 1))
+    rows = max(1, min(p.max_q, CHUNK // max(1, p.max_k)))
+    heads = max(1, CHUNK // max(1, rows * p.max_k))
+    for i in range(0, len(pairs), heads):
+        some = slice(i, i + heads)
+        q_heads, kv_heads = xp.asarray(pairs[some]), xp.asarray(pairs[some] // p.group)
+        for row in range(0, p.max_q, rows):
+            part = slice(row, min(row + rows, p.max_q))
+            scores = q[q_heads, part] @ k[kv_heads].swapaxes(1, 2) * scale
+            scores = xp.where(_visible(p, part, xp), scores, -xp.inf)
+            exact, rounded = _softmax_v(scores, v[kv_heads], DTYPES[p.dtype], xp)
+            out[some, part] = exact
+            row_error[some, part] = xp.abs(rounded - exact).max(axis=-1, keepdims=True)
+    return Expected(problem=p, pairs=xp.asarray(pairs), out=out, row_error=row_error)
+
+
+def _softmax_v(scores: Any, values: Any, storage: np.dtype, xp: Any) -> tuple[Any, Any]:
+    """softmax(scores) @ values, exact and with P and O rounded; rows without a key are 0."""
+
+    def rounded(x: Any) -> Any:
+        return x.astype(np.float32).astype(storage).astype(np.float32).astype(np.float64)
+
+    top = scores.max(axis=-1, keepdims=True)
+    weights = xp.exp(scores - xp.where(xp.isinf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    total = xp.where(total > 0, total, 1.0)
+    return weights @ values / total, rounded(rounded(weights) @ values / total)
+
+
+def _visible(p: Problem, part: slice, xp: Any) -> Any:
+    """(rows, Sk) which keys the query rows of `part` see."""
+    rows, keys = xp.arange(part.start, part.stop)[:, None], xp.arange(p.max_k)[None, :]
+    ahead = keys - rows - (0 if p.mask.top_left else p.max_k - p.max_q)
+    left = p.mask.left if p.mask.left >= 0 else p.max_k + p.max_q
+    right = p.mask.right if p.mask.right >= 0 else p.max_k + p.max_q
+    return (ahead >= -left) & (ahead <= right)
+
+
+def _chosen_pairs(p: Problem) -> np.ndarray:
+    count = p.batch * p.q_heads
+    most = max(2, SCORES // max(1, p.max_q * p.max_k))
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _pairs_first(x: Any, xp: Any) -> Any:
+    """(B, S, H, D) of any dtype -> (B * H, S, D) float64."""
+    x = x.astype(np.float32).astype(np.float64).transpose(0, 2, 1, 3)
+    return xp.ascontiguousarray(x).reshape(-1, *x.shape[2:])

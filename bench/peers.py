@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The libraries we are compared with. The only file of the project that imports torch.
+
+A peer is a function (problem, tensors) -> a function without arguments that launches it and returns
+its output (B, Sq, Hq, Dv), or None where it cannot do the case. Tensors are CuPy arrays; torch sees
+the same memory through DLPack, and the same (null) stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.cases import Tensors
+from rawattn.problem import Problem, Rows, Scores
+
+Run = Callable[[], torch.Tensor]
+
+
+def _plain(p: Problem) -> bool:
+    """Dense rows, no score steps: what all of these peers take."""
+    return p.q_rows is Rows.DENSE and p.k_rows is Rows.DENSE and p.scores == Scores()
+
+
+def _sdpa(backend: SDPBackend, p: Problem, tensors: Tensors) -> Run | None:
+    square_causal = p.mask.causal and p.mask.left < 0 and p.max_q == p.max_k
+    if not _plain(p) or not (p.mask.trivial or square_causal):
+        return None
+    q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (tensors.q, tensors.k, tensors.v))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=p.mask.causal, scale=tensors.scale, enable_gqa=p.group > 1
+            )
+        return out.transpose(1, 2)
+
+    return _if_it_runs(run)
+
+
+def _if_it_runs(run: Run) -> Run | None:
+    try:
+        run()
+    except RuntimeError as error:  # torch has no narrower one for "this backend does not take it"
+        print(f"refused: {error}")
+        return None
+    return run
+
+
+def fa2(p: Problem, tensors: Tensors) -> Run | None:
+    """FlashAttention-2 as torch ships it: the flash backend of scaled_dot_product_attention."""
+    return _sdpa(SDPBackend.FLASH_ATTENTION, p, tensors)
+
+
+def cudnn(p: Problem, tensors: Tensors) -> Run | None:
+    """cuDNN's fused attention through scaled_dot_product_attention."""
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, p, tensors)
+
+
+def _fa3_library() -> Path | None:
+    path = Path(os.environ.get("RAWATTN_PEERS", "")) / "_vllm_fa3_C.abi3.so"
+    return path if path.is_file() else None
+
+
+@functools.cache
+def _load(path: Path) -> None:
+    torch.ops.load_library(str(path))
+
+
+def fa3(p: Problem, tensors: Tensors) -> Run | None:
+    """FlashAttention-3 as vLLM builds it: packed rows only, so a dense batch is passed as such."""
+    library = _fa3_library()
+    if (
+        library is None
+        or not _plain(p)
+        or p.mask.top_left
+        or torch.cuda.get_device_capability()[0] != 9
+    ):
+        return None
+    _load(library)
+    q, k, v = (torch.from_dlpack(x) for x in (tensors.q, tensors.k, tensors.v))
+
+    def starts(rows: int) -> torch.Tensor:
+        return torch.arange(p.batch + 1, device=q.device, dtype=torch.int32) * rows
+
+    cu_q, cu_k, shape = starts(p.max_q), starts(p.max_k), (p.batch, p.max_q, p.q_heads, p.value_dim)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+
+    def run() -> torch.Tensor:
+        # fmt: off
+        result = torch.ops._vllm_fa3_C.fwd(
+            q, k, v, None, None, None,  # q, k, v, k_new, v_new, q_v
+            None,  # out
+            cu_q, cu_k, None, None, None, p.max_q, p.max_k,  # cu_k_new, seqused_q, seqused_k
+            None, None, None,  # page_table, kv_batch_idx, leftpad_k
+            None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
+            None, None, None,  # q_descale, k_descale, v_descale
+            tensors.scale, p.mask.causal, p.mask.left, p.mask.right, 0.0,  # softcap
+            True, None, 0, None, 0, None, 1, 0, None,  # rotary_interleaved, scheduler, splits, ...
+        )
+        # fmt: on
+        return (result[0] if isinstance(result, (list, tuple)) else result).view(shape)
+
+    return _if_it_runs(run)
+
+
+PEERS = {"fa2": fa2, "cudnn": cudnn, "fa3": fa3}
+
+
+@functools.cache
+def version(name: str) -> str:
+    """What a row needs to name the peer exactly."""
+    if name == "fa3":
+        library = _fa3_library()
+        return (
+            f"vllm fa3 sha256:{hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
+            if library
+            else ""
+        )
+    found = f"torch {torch.__version__}"
+    return f"{found} cudnn {torch.backends.cudnn.version()}" if name == "cudnn" else found

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of anyone -> views: a CuPy or NumPy array, its address, and a hashable description.
+Nothing is copied.
+
+Taken are CuPy and NumPy arrays, whatever speaks DLPack (JAX, PyTorch, cuda.core) and whatever has a
+``__cuda_array_interface__`` (Numba). Work that another library has queued on them is waited for on
+the current CuPy stream, never on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn.device import import_cupy
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+
+
+class Spec(NamedTuple):
+    """Everything about an array but where it is."""
+
+    shape: tuple[int, ...]
+    byte_strides: tuple[int, ...]
+    dtype: str  # a name of DTYPES, or what NumPy calls it
+    device: int | None  # number of the CUDA device; None: host memory
+    offset: int = 0  # address modulo 16
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In elements."""
+        size = DTYPES[self.dtype].itemsize
+        return tuple(stride // size for stride in self.byte_strides)
+
+
+class View:
+    """An array that a kernel can read or write. It keeps the memory alive."""
+
+    __slots__ = ("array", "pointer", "spec")
+
+    def __init__(self, array: Any, pointer: int, spec: Spec) -> None:
+        self.array = array  # cupy.ndarray or numpy.ndarray
+        self.pointer = pointer
+        self.spec = spec
+
+
+def view(name: str, x: Any, dtype: str | None = None) -> View:
+    """The view of an array; `dtype` is what its bits mean, for arrays of unsigned integers of the
+    same size.
+
+    Raises TypeError, which names the argument, for a kind of object or a dtype that is not
+    accepted.
+    """
+    cupy = sys.modules.get("cupy")
+    if isinstance(x, np.ndarray if cupy is None else (cupy.ndarray, np.ndarray)):
+        array = x
+    elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        array = _from_dlpack(name, x)
+    elif hasattr(x, "__cuda_array_interface__"):
+        array = _from_cuda_array_interface(name, x)
+    else:
+        raise TypeError(
+            f"{name} is a {type(x).__module__}.{type(x).__qualname__}: accepted are arrays of CuPy "
+            "or NumPy, and objects with __dlpack__ or __cuda_array_interface__"
+        )
+    if dtype is not None:
+        array = _reinterpret(name, array, dtype)
+    found = array.dtype
+    kind = _NAMES.get(found) or found.name
+    if isinstance(array, np.ndarray):
+        address = array.ctypes.data
+        return View(array, address, Spec(array.shape, array.strides, kind, None, address % 16))
+    address = array.data.ptr
+    return View(
+        array, address, Spec(array.shape, array.strides, kind, array.data.device_id, address % 16)
+    )
+
+
+def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Spec:
+    """The spec of a new array in C order."""
+    return Spec(shape, _c_strides(shape, DTYPES[dtype].itemsize), dtype, device)
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> View:
+    """A new C-contiguous array on the host or on a CUDA device, for the current stream there."""
+    if device is None:
+        return view("", np.empty(shape, DTYPES[dtype]))
+    cupy = sys.modules["cupy"]
+    if device == cupy.cuda.runtime.getDevice():
+        return view("", cupy.empty(shape, DTYPES[dtype]))
+    with cupy.cuda.Device(device):
+        return view("", cupy.empty(shape, DTYPES[dtype]))
+
+
+def to_host(x: View) -> np.ndarray[Any, Any]:
+    """A copy in host memory; it waits for the device."""
+    return x.array if x.spec.device is None else x.array.get()
+
+
+def dtype_name(name: str, dtype: Any) -> str:
+    """The name in DTYPES of whatever NumPy takes for a dtype."""
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except (TypeError, KeyError):
+        raise TypeError(f"{name}={dtype!r}: accepted are {', '.join(DTYPES)}") from None
+
+
+def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
+    """ValueError unless a kernel can address the array: aligned, last axis contiguous, no stride
+    below 0.
+
+    Inputs may repeat themselves (stride 0, as `broadcast_to` gives); outputs may not overlap
+    themselves.
+    """
+    size = DTYPES[spec.dtype].itemsize
+    axes = [(stride, n) for stride, n in zip(spec.byte_strides, spec.shape, strict=True) if n != 1]
+    if 0 in spec.shape:
+        return
+    where = f"{name} of shape {spec.shape} has strides {spec.byte_strides} bytes"
+    if spec.offset % size or any(stride % size for stride, _ in axes):
+        raise ValueError(
+            f"{where}, address {spec.offset} modulo 16: accepted are multiples of {size}"
+        )
+    if spec.shape and spec.shape[-1] != 1 and spec.byte_strides[-1] != size:
+        raise ValueError(f"{where}: accepted is a contiguous last axis, stride {size}")
+    if any(stride < 0 for stride, _ in axes):
+        raise ValueError(f"{where}: accepted are strides from 0")
+    if output:
+        end = size
+        for stride, n in sorted(axes):
+            if stride < end:
+                raise ValueError(f"{where}: accepted is an output that does not overlap itself")
+            end += stride * (n - 1)
+
+
+def _reinterpret(name: str, array: Any, dtype: str) -> Any:
+    wanted = DTYPES[dtype]
+    if array.dtype == wanted:
+        return array
+    if array.dtype.kind in "uV" and array.dtype.itemsize == wanted.itemsize:
+        return array.view(wanted)
+    accepted = f"{dtype}, and uint{8 * wanted.itemsize} that holds its bits"
+    raise TypeError(f"{name} has dtype {array.dtype}: with dtype={dtype!r} accepted are {accepted}")
+
+
+def _from_dlpack(name: str, x: Any) -> Any:
+    """A CuPy array, for whose use on the current stream the producer has been asked; or a NumPy
+    array."""
+    kind = int(x.__dlpack_device__()[0])
+    try:
+        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            return import_cupy().from_dlpack(x)
+        if kind == _DLPACK_CPU:
+            return np.from_dlpack(x)
+    except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+        hint = "a view as unsigned integers together with dtype= passes any type"
+        raise TypeError(
+            f"{name} ({type(x).__qualname__}) cannot be exchanged: {error}; {hint}"
+        ) from error
+    raise TypeError(f"{name} is on DLPack device type {kind}: accepted are 1 (CPU) and 2 (CUDA)")
+
+
+def _from_cuda_array_interface(name: str, x: Any) -> Any:
+    """A CuPy array, before whose use the current stream waits for the stream that the interface
+    names."""
+    cupy = import_cupy()
+    interface = x.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise TypeError(f"{name} has a mask: accepted are arrays without one")
+    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    address = interface["data"][0] or 0
+    runtime = cupy.cuda.runtime
+    device = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
+    strides = interface.get("strides")
+    if strides is None:
+        strides = _c_strides(shape, dtype.itemsize)
+    extent = dtype.itemsize + sum((n - 1) * abs(s) for n, s in zip(shape, strides, strict=True))
+    memory = cupy.cuda.UnownedMemory(address, extent, x, device)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    stream = interface.get("stream")
+    if stream is not None:
+        _wait_for(cupy, stream, device)
+    return cupy.ndarray(shape, dtype, pointer, strides=strides)
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of an array in C order."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _wait_for(cupy: Any, producer: int, device: int) -> None:
+    """Lets the current stream of a device wait for the work that is queued on another, given by its
+    handle."""
+    consumer = cupy.cuda.get_current_stream(device).ptr
+    if producer != consumer:
+        with cupy.cuda.Device(device):
+            event = cupy.cuda.Event(disable_timing=True)
+            cupy.cuda.runtime.eventRecord(event.ptr, producer)
+            cupy.cuda.runtime.streamWaitEvent(consumer, event.ptr)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan needs to know of a GPU. By name from a table, on any machine; or read from the one
+that is present."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+# Compute capability -> the newest of `registry.ARCHITECTURES` whose cubins run there. A cubin runs
+# on its own capability and on later minor ones of its major, but one with the suffix "a" on its own
+# alone, and none crosses over to the system-on-chip parts (8.7, 10.1, 11.0).
+ARCH_OF_CAPABILITY = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100",
+    (10, 3): "sm_100",
+    (12, 0): "sm_120",
+    (12, 1): "sm_120",
+}
+
+INSTALL_GPU = "install rawattn[cuda12] or rawattn[cuda13], whichever your driver takes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU, or the host. Hashable; equal devices get equal plans.
+
+    The peaks are the vendor's figures, found by the exact name that CUDA reports; they are None for
+    a name that is not in the table, and whoever divides by them must say so.
+    """
+
+    name: str  # as CUDA reports it
+    arch: str  # one of registry.ARCHITECTURES, or "host"
+    sms: int = 0
+    smem_per_block: int = 0  # bytes a block can opt in to
+    smem_per_sm: int = 0  # bytes, of which the system takes 1024 a block
+    l2_bytes: int = 0
+    tflops: float | None = None  # dense fp16 and bf16 tensor cores, float32 accumulation
+    gb_per_s: float | None = None  # device memory
+
+    @staticmethod
+    def named(name: str) -> Device:
+        """The device of a short name ("H200") or of the full name that CUDA reports ("NVIDIA
+        H200")."""
+        if name == "host":
+            return Device.host()
+        for short, device in DEVICES.items():
+            if name.upper() == short.upper() or name == device.name:
+                return device
+        raise ValueError(f"device={name!r}: accepted are host, {', '.join(DEVICES)}")
+
+    @staticmethod
+    def host() -> Device:
+        """What runs calls on NumPy arrays."""
+        return Device(name="host", arch="host")
+
+    @staticmethod
+    def current(device_id: int | None = None) -> Device:
+        """The GPU with that number, by default CuPy's current one.
+
+        Raises RuntimeError where CuPy is not installed, where there is no GPU, or where no kernel
+        runs on it.
+        """
+        cupy = import_cupy()
+        return _read(cupy.cuda.runtime.getDevice() if device_id is None else device_id)
+
+
+def import_cupy() -> Any:
+    """CuPy with a working GPU; a RuntimeError says what is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(f"GPU arrays need CuPy: {INSTALL_GPU} ({error})") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise RuntimeError(f"no CUDA GPU here ({error}); NumPy arrays need none") from None
+    if count == 0:
+        raise RuntimeError("no CUDA GPU here (CUDA lists 0 devices); NumPy arrays need none")
+    return cupy
+
+
+@functools.cache
+def _read(device_id: int) -> Device:
+    facts = import_cupy().cuda.runtime.getDeviceProperties(device_id)
+    name = facts["name"].decode()
+    capability = facts["major"], facts["minor"]
+    if capability not in ARCH_OF_CAPABILITY:
+        accepted = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        raise RuntimeError(
+            f"device {device_id} ({name}) has compute capability {capability[0]}.{capability[1]}: "
+            f"accepted are {accepted}"
+        )
+    known = next((d for d in DEVICES.values() if d.name == name), None)
+    return Device(
+        name=name,
+        arch=ARCH_OF_CAPABILITY[capability],
+        sms=facts["multiProcessorCount"],
+        smem_per_block=facts["sharedMemPerBlockOptin"],
+        smem_per_sm=facts["sharedMemPerMultiprocessor"],
+        l2_bytes=facts["l2CacheSize"],
+        tflops=known.tflops if known else None,
+        gb_per_s=known.gb_per_s if known else None,
+    )
+
+
+_KB, _MB = 1 << 10, 1 << 20
+_AMPERE = Device(name="", arch="sm_80", smem_per_block=163 * _KB, smem_per_sm=164 * _KB)
+_HOPPER = Device(name="", arch="sm_90a", smem_per_block=227 * _KB, smem_per_sm=228 * _KB)
+_SMALL = Device(name="", arch="sm_86", smem_per_block=99 * _KB, smem_per_sm=100 * _KB)
+_H100 = replace(_HOPPER, sms=132, l2_bytes=50 * _MB, tflops=989.4)
+
+# Figures of the vendor's data sheets and architecture papers, without sparsity.
+DEVICES = {
+    "A100": replace(
+        _AMPERE,
+        name="NVIDIA A100-SXM4-80GB",
+        sms=108,
+        l2_bytes=40 * _MB,
+        tflops=311.9,
+        gb_per_s=2039.0,
+    ),
+    "H100": replace(_H100, name="NVIDIA H100 80GB HBM3", gb_per_s=3350.0),
+    "H200": replace(_H100, name="NVIDIA H200", l2_bytes=60 * _MB, gb_per_s=4800.0),
+    "B200": replace(
+        _HOPPER,
+        name="NVIDIA B200",
+        arch="sm_100",
+        sms=148,
+        l2_bytes=126 * _MB,
+        tflops=2250.0,
+        gb_per_s=8000.0,
+    ),
+    "A10": replace(
+        _SMALL, name="NVIDIA A10", sms=72, l2_bytes=6 * _MB, tflops=125.0, gb_per_s=600.0
+    ),
+    "RTX 3090": replace(
+        _SMALL,
+        name="NVIDIA GeForce RTX 3090",
+        sms=82,
+        l2_bytes=6 * _MB,
+        tflops=71.2,
+        gb_per_s=936.2,
+    ),
+    "L40S": replace(
+        _SMALL,
+        name="NVIDIA L40S",
+        arch="sm_89",
+        sms=142,
+        l2_bytes=96 * _MB,
+        tflops=362.0,
+        gb_per_s=864.0,
+    ),
+    "RTX 4090": replace(
+        _SMALL,
+        name="NVIDIA GeForce RTX 4090",
+        arch="sm_89",
+        sms=128,
+        l2_bytes=72 * _MB,
+        tflops=165.2,
+        gb_per_s=1008.0,
+    ),
+    "RTX 5090": replace(
+        _SMALL,
+        name="NVIDIA GeForce RTX 5090",
+        arch="sm_120",
+        sms=170,
+        l2_bytes=96 * _MB,
+        tflops=209.5,
+        gb_per_s=1792.0,
+    ),
+}

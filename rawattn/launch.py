@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan -> launches: loads cubins once a device, packs Params, launches on the current CuPy stream.
+
+Nothing here changes once it is made, so threads and streams share all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rawattn import compile, registry
+from rawattn.device import INSTALL_GPU, Device, import_cupy
+from rawattn.plan import Launch, Plan
+from rawattn.registry import Config
+
+MAX_GRID = 2**31 - 1
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+Shape = tuple[int, int, int]  # blocks, threads a block, bytes of dynamic shared memory a block
+
+
+class Template:
+    """The launches of a plan on one device, packed but for the addresses of arrays.
+
+    `scalars` and the scalars of each launch are the fields of its Params that are no pointers.
+    """
+
+    __slots__ = ("_device", "_launches")
+
+    def __init__(self, plan: Plan, device: int, scalars: Mapping[str, float]) -> None:
+        self._device = device
+        self._launches = []
+        for launch in plan.launches:
+            if not 0 < launch.grid <= MAX_GRID:
+                raise ValueError(
+                    f"{launch.kernel} would have a grid of {launch.grid} blocks: accepted are up "
+                    f"to {MAX_GRID}; a smaller max_seqlen_q= may help"
+                )
+            shape = (launch.grid, launch.config.threads, launch.config.smem_bytes)
+            function = _function(launch.kernel, launch.config, device)
+            self._launches.append((function, shape, _params(launch, scalars)))
+
+    def pack(self, pointers: Mapping[str, int | None]) -> Packed:
+        """Ready to launch on these addresses, by field; None is an absent array."""
+        return Packed(
+            self._device, [(f, shape, _bind(p, pointers)) for f, shape, p in self._launches]
+        )
+
+
+class Packed:
+    """Launches that need only a stream. The caller keeps the arrays alive until they have run."""
+
+    __slots__ = ("_device", "_gpu", "_launches")
+
+    def __init__(
+        self, device: int, launches: list[tuple[Function, Shape, ctypes.Structure]]
+    ) -> None:
+        self._device = device
+        self._gpu = _gpu()
+        self._launches = []
+        for function, shape, params in launches:
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+            keep = (function, params, arguments)
+            self._launches.append((function.handle, shape, ctypes.addressof(arguments), keep))
+
+    def __call__(self) -> None:
+        """Launches on the current stream of the device."""
+        launch, current_device, current_stream = self._gpu
+        if current_device() != self._device:
+            with on_device(self._device):
+                return self()
+        stream = current_stream(self._device).ptr
+        for function, shape, arguments, _ in self._launches:
+            config = _launch_config(*shape, stream)
+            (status,) = launch(config, function, arguments, 0)
+            if status == INVALID_CONTEXT:  # this thread has not used the device yet
+                import_cupy().cuda.runtime.setDevice(self._device)
+                (status,) = launch(config, function, arguments, 0)
+            if status != 0:
+                raise RuntimeError(f"a launch of {shape} on device {self._device}: {status!r}")
+        return None
+
+
+class Function(NamedTuple):
+    """A loaded kernel."""
+
+    handle: Any  # CUfunction
+    owner: Any  # CuPy's kernel: its module stays loaded as long as this lives
+
+
+class Gpu(NamedTuple):
+    """What a launch calls."""
+
+    launch: Callable[..., tuple[int]]
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], Any]
+
+
+def on_device(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes a CUDA device current."""
+    context: contextlib.AbstractContextManager[Any] = import_cupy().cuda.Device(device)
+    return context
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Makes a stream, and its device, current.
+
+    Accepted are streams of CuPy, objects with ``__cuda_stream__``, and handles as integers.
+    """
+    cupy = import_cupy()
+    if not isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
+        if isinstance(stream, int) and not isinstance(stream, bool):
+            stream = _Handle(stream)
+        elif not hasattr(stream, "__cuda_stream__"):
+            raise TypeError(
+                f"stream={stream!r}: accepted are CuPy streams, objects with __cuda_stream__, and "
+                "handles as integers"
+            )
+        stream = cupy.cuda.Stream.from_external(stream)
+    device = stream.device_id if stream.device_id >= 0 else cupy.cuda.runtime.getDevice()
+    with on_device(device), stream:
+        yield
+
+
+class _Handle:
+    """A stream of which only the handle is known."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError(f"launching needs cuda-bindings: {INSTALL_GPU} ({error})") from None
+    return driver
+
+
+@functools.cache
+def _gpu() -> Gpu:
+    cuda = import_cupy().cuda
+    return Gpu(_driver().cuLaunchKernelEx, cuda.runtime.getDevice, cuda.get_current_stream)
+
+
+@functools.cache
+def _function(kernel: str, config: Config, device: int) -> Function:
+    entry = registry.KERNELS[kernel]
+    path = compile.cubin(entry, config, Device.current(device).arch)
+    with on_device(device):
+        owner = import_cupy().RawModule(path=str(path)).get_function(compile.entry_name(entry))
+        owner.max_dynamic_shared_size_bytes = config.smem_bytes
+        return Function(_driver().CUfunction(int(owner.kernel.ptr)), owner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_config(blocks: int, threads: int, smem_bytes: int, stream: int) -> Any:
+    config = _driver().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    config.hStream = stream
+    config.attrs = []
+    config.numAttrs = 0
+    return config
+
+
+def _params(launch: Launch, scalars: Mapping[str, float]) -> ctypes.Structure:
+    """The Params of a launch, with every field set that is no pointer."""
+    struct = registry.params_struct(registry.KERNELS[launch.kernel].params)
+    values = {**scalars, **dict(launch.scalars)}
+    fields = {name for name, kind in struct._fields_ if kind is not ctypes.c_void_p}
+    assert fields == values.keys(), f"{struct.__name__}: {fields ^ values.keys()}"
+    return struct(**values)
+
+
+def _bind(params: ctypes.Structure, pointers: Mapping[str, int | None]) -> ctypes.Structure:
+    bound = type(params).from_buffer_copy(params)
+    for name, pointer in pointers.items():
+        setattr(bound, name, pointer)
+    return bound

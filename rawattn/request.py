@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a forward call: what is accepted, and the Problem that they state. Needs no GPU,
+and no CuPy.
+
+Everything here reads specs and options, never addresses; `check_lengths` alone reads what arrays
+hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawattn.arrays import DTYPES, Spec, check_layout, dtype_name
+from rawattn.problem import Mask, Problem, Rows, Scores, check_scalar
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+class Arrays(NamedTuple):
+    """One thing for each array argument: the argument, its `View`, or its `Spec`; None where it is
+    absent."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    lse: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    alibi_slopes: Any = None
+    sink: Any = None
+
+
+class Options(NamedTuple):
+    """The arguments that are no arrays."""
+
+    softmax_scale: float | None = None
+    causal: bool | str = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    return_lse: bool = False
+    dtype: Any = None
+    backend: str | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+def plain(options: Options) -> Options:
+    """The options as words, numbers and tuples of them; a TypeError names one that is anything
+    else, an array say."""
+    if isinstance(options.window_size, list):
+        options = options._replace(window_size=tuple(options.window_size))
+    if options.dtype is not None:
+        options = options._replace(dtype=dtype_name("dtype", options.dtype))
+    for name, value in zip(Options._fields, options, strict=True):
+        if value is not None and not isinstance(value, (int, float, str, tuple, np.generic)):
+            raise TypeError(
+                f"{name}={value!r}: accepted are plain values, found {type(value).__qualname__}"
+            )
+    return options
+
+
+def problem_of(specs: Arrays, options: Options) -> Problem:
+    """The Problem of a call whose arguments are all accepted.
+
+    Raises TypeError for dtypes and kinds of arrays, ValueError for everything else.
+    """
+    _check_one_device(specs)
+    q, k, v = specs.q, specs.k, specs.v
+    if q.dtype not in FLOATS:
+        raise TypeError(f"q has dtype {q.dtype}: accepted are {', '.join(FLOATS)}")
+    batch, max_q, q_rows = _queries(specs, options)
+    max_k, k_rows = _keys(specs, options, batch)
+    q_heads, head_dim = q.shape[-2:]
+    kv_heads, value_dim = v.shape[-2:]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(
+            f"q has {q_heads} heads, k and v have {kv_heads}: accepted are multiples of the latter"
+        )
+    if head_dim == 0 or value_dim == 0:
+        raise ValueError(
+            f"head sizes are {head_dim} (q, k) and {value_dim} (v): accepted are sizes from 1"
+        )
+    shapes = result_shapes(q.shape, value_dim)
+    _expect("out", specs.out, shapes[0], q.dtype)
+    _expect("lse", specs.lse, shapes[1], "float32")
+    _expect("sink", specs.sink, (q_heads,), "float32")
+    slopes = specs.alibi_slopes
+    per_batch = slopes is not None and len(slopes.shape) == 2
+    _expect("alibi_slopes", slopes, (batch, q_heads) if per_batch else (q_heads,), "float32")
+    for name, spec in zip(Arrays._fields, specs, strict=True):
+        if spec is not None:
+            check_layout(name, spec, output=name in ("out", "lse"))
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        max_q=max_q,
+        max_k=max_k,
+        q_rows=q_rows,
+        k_rows=k_rows,
+        mask=Mask.of(options.causal, options.window_size),
+        scores=Scores(
+            softcap=check_scalar("softcap", options.softcap, positive=True) > 0,
+            alibi=slopes is not None,
+            sink=specs.sink is not None,
+        ),
+        copy_bytes=_copy_bytes((q, k, v, specs.out)),
+    )
+
+
+def result_shapes(q: tuple[int, ...], value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of out and lse for a q of a shape."""
+    *batch, rows, heads, _ = q
+    return (*batch, rows, heads, value_dim), (*batch, heads, rows)
+
+
+def _queries(specs: Arrays, options: Options) -> tuple[int, int, Rows]:
+    """Batch, longest query and row layout."""
+    q, table = specs.q, specs.cu_seqlens_q
+    if table is None:
+        _expect("q", q, ("batch", "q_len", "q_heads", "head_dim"), q.dtype)
+        return q.shape[0], q.shape[1], Rows.DENSE
+    _expect("q", q, ("total_q", "q_heads", "head_dim"), q.dtype)
+    _expect("cu_seqlens_q", table, ("batch + 1",), "int32")
+    if table.shape == (0,):
+        raise ValueError("cu_seqlens_q has shape (0,): accepted is (batch + 1,)")
+    return table.shape[0] - 1, _bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]), Rows.PACKED
+
+
+def _keys(specs: Arrays, options: Options, batch: int) -> tuple[int, Rows]:
+    """Most keys of a sequence, and row layout."""
+    k, used, dtype = specs.k, specs.seqused_k is not None, specs.q.dtype
+    head_dim = specs.q.shape[-1]
+    if specs.cu_seqlens_q is not None and specs.cu_seqlens_k is None and len(k.shape) == 3:
+        raise ValueError(
+            f"k has shape {k.shape} and cu_seqlens_k is None: accepted are packed keys with "
+            "cu_seqlens_k, and padded ones (batch, k_len, kv_heads, head_dim) without"
+        )
+    lead: tuple[int | str, ...]
+    if specs.cu_seqlens_k is None:
+        lead, rows = (batch, "k_len"), Rows.PADDED if used else Rows.DENSE
+    else:
+        lead, rows = ("total_k",), Rows.PACKED_USED if used else Rows.PACKED
+    _expect("k", k, (*lead, "kv_heads", head_dim), dtype)
+    _expect("v", specs.v, (*k.shape[:-1], "value_dim"), dtype)
+    _expect("cu_seqlens_k", specs.cu_seqlens_k, (batch + 1,), "int32")
+    _expect("seqused_k", specs.seqused_k, (batch,), "int32")
+    return _bound("max_seqlen_k", options.max_seqlen_k, k.shape[-3]), rows
+
+
+def _expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], dtype: str) -> None:
+    """TypeError and ValueError unless an array, if there is one, has a dtype and a shape; words
+    stand for any size."""
+    if spec is None:
+        return
+    if len(spec.shape) != len(shape) or any(
+        isinstance(want, int) and size != want for size, want in zip(spec.shape, shape, strict=True)
+    ):
+        accepted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} has shape {spec.shape}: accepted is ({accepted})")
+    if spec.dtype != dtype:
+        raise TypeError(f"{name} has dtype {spec.dtype}: accepted is {dtype}")
+
+
+def _bound(name: str, value: int | None, rows: int) -> int:
+    """A longest length: what the caller says, or as many rows as there are."""
+    if value is None:
+        return rows
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(
+            f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}"
+        )
+    if value < 0:
+        raise ValueError(f"{name}={value}: accepted are integers from 0")
+    return min(int(value), rows)
+
+
+def _check_one_device(specs: Arrays) -> None:
+    for name, spec in zip(Arrays._fields, specs, strict=True):
+        if spec is None or spec.device == specs.q.device:
+            continue
+        if spec.device is None or specs.q.device is None:
+            kinds = [
+                f"{n} is a {_place(s.device)} array" for n, s in (("q", specs.q), (name, spec))
+            ]
+            raise TypeError(f"{', '.join(kinds)}: accepted are arrays of one kind")
+        raise ValueError(
+            f"q is on CUDA device {specs.q.device}, {name} on {spec.device}: accepted is one device"
+        )
+
+
+def _place(device: int | None) -> str:
+    return "NumPy" if device is None else "CUDA"
+
+
+def _copy_bytes(specs: tuple[Spec | None, ...]) -> int:
+    """The widest of 16, 4 and 2 bytes that every row of the arrays starts on and is a multiple
+    of."""
+    parts = []
+    for spec in specs:
+        if spec is not None and 0 not in spec.shape:
+            rows = zip(spec.byte_strides[:-1], spec.shape[:-1], strict=True)
+            parts += [stride for stride, size in rows if size > 1]
+            parts += [spec.offset, spec.shape[-1] * DTYPES[spec.dtype].itemsize]
+    return next(width for width in (16, 4, 2) if all(part % width == 0 for part in parts))
+
+
+# ---- plans ----
+
+
+def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) -> None:
+    """ValueError that names the argument in which two calls differ; specs are those of `Spec` or
+    None."""
+    for given, planned in zip(found, prepared, strict=True):
+        for name, here, there in zip(given._fields, given, planned, strict=True):
+            if here != there:
+                raise ValueError(f"{name}: the plan was prepared for {there!r}, found {here!r}")
+
+
+# ---- RAWATTN_CHECK ----
+
+
+def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence[int]]) -> None:
+    """ValueError, with the index at fault, unless the tables of lengths are in bounds. `tables`
+    holds those there are, of cu_seqlens_q, cu_seqlens_k and seqused_k."""
+    if "cu_seqlens_q" in tables:
+        lengths = _lengths("cu_seqlens_q", tables["cu_seqlens_q"], specs.q.shape[0])
+        _check_each(
+            "the rows that cu_seqlens_q gives sequence", lengths, [problem.max_q] * len(lengths)
+        )
+    lengths = [specs.k.shape[-3]] * problem.batch
+    if "cu_seqlens_k" in tables:
+        lengths = _lengths("cu_seqlens_k", tables["cu_seqlens_k"], specs.k.shape[0])
+    if "seqused_k" in tables:
+        _check_each("seqused_k of sequence", tables["seqused_k"], lengths)
+        lengths = list(tables["seqused_k"])
+    _check_each("the keys of sequence", lengths, [problem.max_k] * len(lengths))
+
+
+def _lengths(name: str, table: Sequence[int], rows: int) -> list[int]:
+    """The lengths of the sequences that a table of first rows describes."""
+    floor = 0
+    for index, first in enumerate(table):
+        if not floor <= first <= rows:
+            raise ValueError(f"{name}[{index}] is {first}: accepted are {floor} to {rows}")
+        floor = first
+    return [after - first for first, after in itertools.pairwise(table)]
+
+
+def _check_each(what: str, values: Sequence[int], limits: Sequence[int]) -> None:
+    for index, (value, limit) in enumerate(zip(values, limits, strict=True)):
+        if not 0 <= value <= limit:
+            raise ValueError(f"{what} {index}: found {value}, accepted are 0 to {limit}")

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `Case` is one attention call that anyone can build again from its repr: shapes, features, memory, data, seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rawattn.problem import Mask
+
+LAYOUTS = (
+    "dense",  # q (B, Sq, Hq, D), k (B, Sk, Hkv, D): every sequence has the same lengths
+    "packed",  # q (total_q, Hq, D), k (total_k, Hkv, D), with rows of nobody before and after
+    "padded",  # q packed; k (B, longest + 3, Hkv, D) with seqused_k
+    "packed_used",  # q packed; k packed with room behind each sequence, and seqused_k
+)
+MEMORIES = (
+    "contiguous",
+    "gaps",  # 16-byte multiples between heads, rows and sequences
+    "transposed",  # heads outside rows, as (B, H, S, D) seen through a transpose
+    "unaligned",  # odd offset and strides: no row starts on 4 bytes
+    "odd_ones",  # axes of size 1 with strides that point nowhere
+)
+DATA = (
+    "normal",
+    "tiny",  # near the smallest normal numbers of float16
+    "huge",  # finite, with scores in the hundreds
+    "dominant",  # one key far longer than the others
+    "equal",  # all scores of a row equal
+    "negative_zero",
+    "integers",  # -4 to 4: sums are exact in every storage type
+)
+ALIBI = ("none", "heads", "batch")  # no slopes, (Hq,), (B, Hq)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Case:
+    """One call. `q_lens` and `k_lens` hold a length a sequence; the rest means what the public arguments mean."""
+
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    dtype: str = "bfloat16"
+    q_heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    value_dim: int = 64
+    layout: str = "dense"
+    causal: bool | str = False
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = "none"
+    sink: bool = False
+    data: str = "normal"
+    memory: str = "contiguous"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        dense = self.layout == "dense"
+        assert len(self.q_lens) == len(self.k_lens), "one length a sequence"
+        assert not dense or len(set(self.q_lens)) <= 1 >= len(set(self.k_lens)), (
+            "dense: same lengths"
+        )
+        assert self.q_heads % self.kv_heads == 0, "whole groups of query heads"
+        assert self.layout in LAYOUTS and self.memory in MEMORIES
+        assert self.data in DATA and self.alibi in ALIBI
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.of(self.causal, self.window)
+
+    def __repr__(self) -> str:
+        """The call that builds this case, without the fields that have their default."""
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
+        ]
+        return f"Case({', '.join(shown)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Which cases an op takes, or a law is about. `a & b` takes what both take."""
+
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    head_dims: tuple[int, ...] = tuple(range(1, 257))
+    layouts: tuple[str, ...] = LAYOUTS
+    causal: tuple[bool | str, ...] = (False, True, "top_left")
+    memories: tuple[str, ...] = MEMORIES
+    data: tuple[str, ...] = DATA
+    alibi: tuple[str, ...] = ALIBI
+    scales: tuple[float | None, ...] = (None, 0.3, 1.0)
+    sink: tuple[bool, ...] = (False, True)
+    windows: bool = True
+    softcap: bool = True
+    max_len: int = 300
+    max_heads: int = 6
+    max_batch: int = 4
+
+    def __and__(self, other: Limits) -> Limits:
+        def both(mine, theirs):  # type: ignore[no-untyped-def]
+            if isinstance(mine, tuple):
+                return tuple(x for x in mine if x in theirs)
+            return min(mine, theirs)  # of sizes, and of booleans
+
+        values = {
+            f.name: both(getattr(self, f.name), getattr(other, f.name))
+            for f in dataclasses.fields(self)
+        }
+        return Limits(**values)

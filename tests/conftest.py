@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis profiles, the skip of GPU tests, and the record of what the laws saw (also across xdist workers)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from rawattn import device
+from rawattn.testing import Record
+
+# Kernels compile on their first call, so no example has a deadline. `ci` draws the same examples every time.
+settings.register_profile(
+    "dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, derandomize=True)
+settings.register_profile("soak", settings.get_profile("dev"), max_examples=2000)
+settings.load_profile("dev")
+
+RECORDS = pytest.StashKey[dict[str, Record]]()
+
+
+def no_gpu() -> str | None:
+    """Why GPU tests cannot run here; None where they can."""
+    try:
+        device.import_cupy()
+    except RuntimeError as reason:
+        return str(reason)
+    return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", help="write counts and worst errors to FILE, JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RECORDS] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests need a GPU. The ledger is long, and starts first so that it ends no worker's queue."""
+    items.sort(key=lambda item: item.path.name != "test_ledger.py")
+    reason = no_gpu()
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def records(pytestconfig: pytest.Config) -> dict[str, Record]:
+    """What the laws saw, by executor; it is printed at the end, and written by --record."""
+    return pytestconfig.stash[RECORDS]
+
+
+def _add(records: dict[str, Record], name: str, examples: int, worst: dict[str, float]) -> None:
+    record = records.setdefault(name, Record())
+    record.examples += examples
+    for output, ratio in worst.items():
+        record.saw(output, ratio)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # set in an xdist worker
+    if output is not None:
+        output["records"] = {
+            name: (r.examples, r.worst) for name, r in session.config.stash[RECORDS].items()
+        }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:  # type: ignore[no-untyped-def]
+    for name, (examples, worst) in getattr(node, "workeroutput", {}).get("records", {}).items():
+        _add(node.config.stash[RECORDS], name, examples, worst)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:  # type: ignore[no-untyped-def]
+    records = config.stash[RECORDS]
+    for name, record in sorted(records.items()):
+        worst = ", ".join(f"{output} {ratio:.3f}" for output, ratio in sorted(record.worst.items()))
+        terminalreporter.write_line(
+            f"laws on {name}: {record.examples} examples; worst error as a share of its bound: {worst}"
+        )
+    target = config.getoption("record")
+    if target:
+        stats = Counter({key: len(reports) for key, reports in terminalreporter.stats.items()})
+        Path(target).write_text(
+            json.dumps(
+                {
+                    "passed": stats["passed"],
+                    "failed": stats["failed"] + stats["error"],
+                    "skipped": stats["skipped"],
+                    "laws": {
+                        n: {"examples": r.examples, "worst": r.worst} for n, r in records.items()
+                    },
+                }
+            )
+        )

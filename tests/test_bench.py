@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench without a GPU; the timer runs on a pretended stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import candidates, check, measure, report, rows, timer
+from bench.cases import SUITES, Case, Tensors
+from rawattn import plan, reference, registry
+from rawattn.arrays import DTYPES
+from rawattn.device import Device
+from rawattn.problem import Mask, Problem
+from tools import tune
+
+H200 = Device.named("H200")
+SUITE = SUITES["fwd_sm80"]
+
+
+class PretendedStream:
+    """A GPU and a host whose clocks move when told: a launch takes both."""
+
+    def __init__(self, host_us: float = 10.0) -> None:
+        self.host_us, self.host, self.gpu = host_us, 0.0, 0.0
+
+    def enqueue(self, us: float) -> None:
+        self.host += self.host_us
+        self.gpu = max(self.gpu, self.host) + us
+
+    def wait(self, us: float) -> None:
+        self.enqueue(us)
+
+    def record(self) -> float:
+        return self.gpu
+
+    def reached(self, event: float) -> bool:
+        return event <= self.host
+
+    def elapsed_us(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.gpu)
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+
+def test_the_forward_suite_is_the_field_s_grid() -> None:
+    assert len(SUITE.cases) == 36 == len({c.id for c in SUITE.cases})
+    for case in SUITE.cases:
+        p = case.problem
+        assert p.batch * p.max_q == 16384 == p.batch * p.max_k
+        assert p.q_heads * p.head_dim == 2048 == p.kv_heads * p.value_dim
+        assert case.id == f"d{p.head_dim}-{'causal' if p.mask.causal else 'full'}-s{p.max_q}"
+        assert plan.plan(p, H200, SUITE.backend).backend == SUITE.backend
+
+
+def test_select_takes_patterns_and_refuses_what_matches_nothing() -> None:
+    assert len(SUITE.select("d128-*", False)) == 12
+    assert {c.problem.max_q for c in SUITE.select(None, True)} == {1024, 8192}
+    with pytest.raises(ValueError, match="case='d96-\\*'"):
+        SUITE.select("d96-*", False)
+
+
+# ---- timer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_us", [1.0, 300.0])
+def test_events_hold_gpu_time_alone(host_us: float) -> None:
+    stream = PretendedStream(host_us)
+    launches: list[str] = []
+
+    def run(name: str, us: float) -> Callable[[], None]:
+        return lambda: (launches.append(name), stream.enqueue(us))[0]
+
+    runs = {"a": run("a", 5.0), "b": run("b", 7.0), "c": run("c", 2.0)}
+    times = timer.interleave(runs, stream, rounds=6)
+    assert times == {
+        "a": [pytest.approx(5.0)] * 6,
+        "b": [pytest.approx(7.0)] * 6,
+        "c": [pytest.approx(2.0)] * 6,
+    }
+    assert "".join(launches).endswith("abcbcacab" * 2)
+
+
+def test_what_runs_before_a_launch_is_not_timed() -> None:
+    stream = PretendedStream()
+    times = timer.interleave(
+        {"a": lambda: stream.enqueue(5.0)}, stream, rounds=3, before=lambda: stream.enqueue(50.0)
+    )
+    assert times == {"a": [pytest.approx(5.0)] * 3}
+
+
+def test_a_host_that_never_catches_up_is_an_error() -> None:
+    stream = PretendedStream(host_us=1e6)
+    with pytest.raises(RuntimeError, match="no round submitted"):
+        timer.interleave({"a": lambda: stream.enqueue(5.0)}, stream, rounds=1)
+
+
+# ---- check ---------------------------------------------------------------------------------------
+
+
+def tensors(p: Problem, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (p.batch, p.max_q, p.q_heads, p.head_dim),
+        (p.batch, p.max_k, p.kv_heads, p.head_dim),
+        (p.batch, p.max_k, p.kv_heads, p.value_dim),
+    )
+    q, k, v = (rng.standard_normal(s, dtype=np.float32).astype(DTYPES[p.dtype]) for s in shapes)
+    return q, k, v
+
+
+problems = st.builds(
+    lambda batch, group, q, k, mask, dtype: Problem(
+        dtype=dtype,
+        batch=batch,
+        q_heads=2 * group,
+        kv_heads=2,
+        head_dim=8,
+        value_dim=4,
+        max_q=q,
+        max_k=k,
+        mask=mask,
+    ),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.builds(Mask, left=st.integers(-1, 9), right=st.integers(-1, 9), top_left=st.booleans()),
+    st.sampled_from(["float16", "bfloat16"]),
+)
+
+
+@settings(max_examples=30)
+@given(p=problems, seed=st.integers(0, 99), chunk=st.sampled_from([1, 10, 30, 1000]))
+def test_the_big_check_means_what_the_reference_means(p: Problem, seed: int, chunk: int) -> None:
+    q, k, v = tensors(p, seed)
+    want, _ = reference.attention(q, k, v, mask=p.mask)
+    twin, _ = reference.attention(q, k, v, mask=p.mask, rounding=p.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "CHUNK", chunk)
+        found = check.expected(p, q, k, v, scale=p.head_dim**-0.5)
+    assert found.error_ratio(want) < 1e-3
+    np.testing.assert_allclose(found.out, check._pairs_first(want, np), atol=1e-6)
+    assert found.error_ratio(twin) <= 1
+    wrong = np.array(twin)
+    wrong[-1, -1, -1, -1] += 0.1
+    assert found.error_ratio(wrong) > 1
+    wrong[-1, -1, -1, -1] = np.nan
+    assert not found.error_ratio(wrong) <= 1
+
+
+def test_a_problem_too_big_to_check_whole_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SCORES", 3 * 64)
+    p = replace(SUITE.cases[0].problem, batch=5, q_heads=4, kv_heads=4, max_q=8, max_k=8)
+    pairs = check._chosen_pairs(p)
+    assert len(pairs) == 3
+    assert (pairs[0], pairs[-1]) == (0, 19)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def row(case: Case, backend: str, p50: float, timestamp: str = "2026-01-01T00:00:00Z") -> rows.Row:
+    state = measure.GpuState(driver="580.1", clock_mhz=1980, temperature_c=40)
+    setting = measure.Setting(
+        op="forward",
+        case=case,
+        device=H200,
+        before=state,
+        after=state,
+        l2="exceeded",
+        timestamp=timestamp,
+    )
+    candidate = measure.Candidate(backend=backend, run=lambda: None)
+    return measure.make_row(setting, candidate, [p50 - 1, p50, p50 + 1], 0.5)
+
+
+def test_a_row_holds_what_its_times_and_problem_say() -> None:
+    case = next(c for c in SUITE.cases if c.id == "d128-full-s4096")
+    found = row(case, "fwd_sm80", 2000.0)
+    assert (found.p20_us, found.p50_us, found.p80_us, found.n) == (1999.4, 2000.0, 2000.6, 3)
+    assert found.tflops == pytest.approx(4 * 4 * 16 * 4096**2 * 128 / 2e-3 / 1e12, abs=0.05)
+    assert found.roofline_percent == pytest.approx(100 * found.tflops / H200.tflops, abs=0.01)
+    assert found.gb_per_s == pytest.approx(4 * 16384 * 2048 * 2 / 2e-3 / 1e9, abs=0.05)
+    assert (found.bound, found.gpu, found.case) == ("compute", "NVIDIA H200", case.id)
+
+
+def test_rows_survive_their_file_and_resume(tmp_path: Path) -> None:
+    path = tmp_path / "gpu" / "x.csv"
+    a, b = SUITE.cases[0], SUITE.cases[1]
+    assert rows.load(path) == []
+    first = [row(a, "fwd_sm80", 10.0), row(a, "fa2", 20.0)]
+    rows.append(path, first)
+    rows.append(path, [row(b, "fa2", 5.0)])
+    assert rows.load(path)[:2] == first
+    sources = rows.sources_digest()
+    assert rows.measured(rows.load(path), "fwd_sm80", sources) == {a.id}
+    assert rows.measured(rows.load(path), "fwd_sm80", "other sources") == set()
+    with path.open("a") as file:
+        file.write("\n")
+    path.write_text(path.read_text().replace("op,case", "op,cell", 1))
+    with pytest.raises(ValueError, match="has columns"):
+        rows.append(path, first)
+
+
+def test_ratios_are_taken_inside_one_measurement_only() -> None:
+    case = SUITE.cases[0]
+    old = [row(case, "fwd_sm80", 10.0, "t1"), row(case, "fa2", 20.0, "t1")]
+    new = [row(case, "fwd_sm80", 30.0, "t2")]
+    assert set(rows.groups(old)[case.id]) == {"fwd_sm80", "fa2"}
+    assert set(rows.groups(old + new)[case.id]) == {"fwd_sm80"}
+
+
+def test_the_digest_of_the_sources_sees_kernels_and_python(tmp_path: Path) -> None:
+    for folder in ("cuda", "rawattn"):
+        (tmp_path / folder).mkdir()
+    digests = set()
+    for name in ("cuda/a.cu", "cuda/a.cuh", "rawattn/plan.py", "README.md"):
+        (tmp_path / name).write_text("x")
+        digests.add(rows.sources_digest.__wrapped__(tmp_path))
+    assert len(digests) == 3
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_gaps_flags_and_means() -> None:
+    a, b = SUITE.cases[0], SUITE.cases[1]
+    found = [
+        row(a, "fwd_sm80", 10.0, "t1"),
+        row(a, "fa2", 20.0, "t1"),
+        row(a, "cudnn", 5.0, "t1"),
+        row(b, "fwd_sm80", 40.0, "t2"),
+        row(b, "fa2", 20.0, "t2"),
+    ]
+    lines = report.table(found, ["fwd_sm80"], ["fa2", "cudnn"], bar="fa2").splitlines()
+    assert lines[0].split()[:5] == ["case", "fwd_sm80", "fa2", "cudnn", "/fa2"]
+    assert "2.000" in lines[1] and "0.500" in lines[1] and "< fa2" not in lines[1]
+    assert lines[2].split()[3] == "-" and lines[2].endswith("< fa2: fwd_sm80")
+    assert lines[3].split() == ["geometric", "mean", "1.000", "0.500"]
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+def test_a_variant_changes_config_grid_and_scalars() -> None:
+    p = SUITE.cases[0].problem  # head_dim 64, 32 sequences of 512
+    planned = plan.plan(p, H200, "fwd_sm80")
+    made = tune.varied(planned, {"block_m": 64, "warps": 4, "head_group": 3})
+    assert made is not None
+    (launch,) = made.launches
+    assert launch.config == replace(planned.launches[0].config, block_m=64, warps=4)
+    assert launch.grid == 8 * 32 * 32
+    assert dict(launch.scalars) == {"m_blocks": 8, "head_group": 3}
+    assert tune.varied(planned, {}) == planned
+    assert tune.varied(planned, planned.launches[0].config) == planned
+    assert tune.varied(planned, {"head_dim": 128, "block_m": 64}) is None
+    with pytest.raises(TypeError, match="block_q"):
+        tune.varied(planned, {"block_q": 64})
+
+
+def test_a_grid_of_variants_labels_what_differs() -> None:
+    found = tune.grid(head_dim=[64], block_m=[64, 128], q_in_registers=[True, False])
+    assert [label for label, _ in found] == ["bm64 qir1", "bm64 qir0", "bm128 qir1", "bm128 qir0"]
+    assert found[1][1] == {"head_dim": 64, "block_m": 64, "q_in_registers": False}
+
+
+def test_launch_scalars_are_exactly_the_fields_of_the_params() -> None:
+    p = replace(SUITE.cases[0].problem, batch=2, max_q=3, max_k=5)
+    q, k, v = tensors(p, 0)
+    lse = np.zeros((p.batch, p.q_heads, p.max_q), np.float32)
+    scalars = candidates._scalars(p, Tensors(q=q, k=k, v=v, out=q, scale=0.5), lse)
+    (launch,) = plan.plan(p, H200, "fwd_sm80").launches
+    struct = registry.params_struct("FwdParams")
+    plain = {name for name, kind in struct._fields_ if kind is not ctypes.c_void_p}
+    assert plain == scalars.keys() | dict(launch.scalars).keys()
+    assert scalars["stride_k_row"] == 2048 and scalars["stride_k_head"] == 64
+    assert scalars["stride_lse_batch"] == 32 * 3 and scalars["stride_lse_head"] == 3
+
+
+def test_a_config_in_a_row_can_be_read() -> None:
+    text = candidates.plan_text(plan.plan(SUITE.cases[0].problem, H200, "fwd_sm80"))
+    assert "block_m=128" in text and "q_in_registers=1" in text and "m_blocks=4" in text
