@@ -20,15 +20,16 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --pre
 demo: $(VENV)/.demo  ## generate text with a real model
 	$(BIN)/python examples/generate.py
 
+test gpu-record: export OPENBLAS_NUM_THREADS = 1  # small products; the workers share the cores
 test: $(VENV)/.test lint  ## everything that this machine can check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=$(PROFILE)
-	$(BIN)/python tools/gpu_tests.py --check
+	$(BIN)/python -m tools.gpu_tests --check
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror cuda/*.cu cuda/*.cuh
-	$(BIN)/python tools/check_style.py
+	$(BIN)/python -m tools.check_style
 	$(BIN)/mypy
 
 format: $(VENV)/.test  ## rewrite the sources as `make lint` wants them
@@ -37,10 +38,10 @@ format: $(VENV)/.test  ## rewrite the sources as `make lint` wants them
 	$(BIN)/clang-format -i cuda/*.cu cuda/*.cuh
 
 ledger: $(VENV)/.test  ## compile every config for every architecture, rewrite tests/ledger.csv
-	$(BIN)/python tools/ledger.py --write
+	$(BIN)/python -m tools.ledger --write
 
 gpu-record: $(VENV)/.test  ## run all GPU tests, rewrite tests/gpu_record.json
-	$(BIN)/python tools/gpu_tests.py --pytest --laws --sanitizer
+	$(BIN)/python -m tools.gpu_tests
 
 wheel: $(VENV)/.test  ## dist/*.whl and dist/*.tar.gz
 	$(BIN)/python -m hatchling build

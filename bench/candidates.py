@@ -12,9 +12,10 @@ from typing import Any
 
 from bench.cases import Case, Tensors
 from bench.measure import Candidate
-from rawattn import forward, launch
+from rawattn import forward
 from rawattn.arrays import view
 from rawattn.dense import flash_attn_func, prepare
+from rawattn.launch import Template
 from rawattn.plan import Launch, Plan
 from rawattn.request import Arrays
 
@@ -59,7 +60,7 @@ def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:
     views = Arrays(*(view(n, getattr(t, n)) for n in ("q", "k", "v", "out", "lse")))
     specs = Arrays(*(x and x.spec for x in views))
     scalars = forward._scalars(specs, plan.problem, t.scale, 0.0)
-    template = launch.Template(plan, specs.q.device, scalars)
+    template = Template(plan, specs.q.device, scalars)
     packed = template.pack(forward._pointers(views))
 
     def run() -> Any:

@@ -15,32 +15,24 @@ import numpy as np
 
 from rawattn.arrays import DTYPES
 from rawattn.problem import Problem
+from rawattn.testing.closeness import ulp
 
 SCORES = 2**34
 CHUNK = 2**25  # scores held at once, in about six float64 arrays
-MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Attention of some (batch, head) pairs, and how far from it a correct output may lie."""
 
-    problem: Problem
     pairs: Any  # (n,) batch * q_heads + q_head
     out: Any  # (n, Sq, Dv) float64
-    row_error: Any  # (n, Sq, 1) largest error in a row when P and O are rounded to the storage type
+    bound: Any  # (n, Sq, 1) as `rawattn.testing.closeness.bound` has it
 
     def error_ratio(self, out: Any, xp: Any = np) -> float:
-        """The largest error of `out` (B, Sq, Hq, Dv) over its bound; above 1, or NaN, is wrong.
-
-        The bound of an element is twice the error of its row's rounded twin, and two units in the
-        last place.
-        """
-        bits = MANTISSA_BITS[self.problem.dtype]
-        exponent = xp.floor(xp.log2(xp.maximum(xp.abs(self.out), 1e-30)))
-        bound = 2 * self.row_error + 2 * xp.exp2(exponent - bits)
+        """The largest error of `out` (B, Sq, Hq, Dv) over its bound; above 1, or NaN, is wrong."""
         got = _pairs_first(out, xp)[self.pairs]
-        return float(xp.max(xp.abs(got - self.out) / bound))
+        return float(xp.max(xp.abs(got - self.out) / self.bound))
 
 
 def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any = np) -> Expected:
@@ -52,7 +44,7 @@ def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any 
     q, k, v = (_pairs_first(x, xp) for x in (q, k, v))
     pairs = _chosen_pairs(p)
     out = xp.empty((len(pairs), p.max_q, p.value_dim))
-    row_error = xp.empty((len(pairs), p.max_q, 1))
+    bound = xp.empty((len(pairs), p.max_q, 1))
     rows = max(1, min(p.max_q, CHUNK // max(1, p.max_k)))
     heads = max(1, CHUNK // max(1, rows * p.max_k))
     for i in range(0, len(pairs), heads):
@@ -64,8 +56,11 @@ def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any 
             scores = xp.where(_visible(p, part, xp), scores, -xp.inf)
             exact, rounded = _softmax_v(scores, v[kv_heads], DTYPES[p.dtype], xp)
             out[some, part] = exact
-            row_error[some, part] = xp.abs(rounded - exact).max(axis=-1, keepdims=True)
-    return Expected(problem=p, pairs=xp.asarray(pairs), out=out, row_error=row_error)
+            error, largest = (
+                xp.abs(x).max(axis=-1, keepdims=True) for x in (rounded - exact, exact)
+            )
+            bound[some, part] = 2 * error + 2 * ulp(largest, p.dtype)
+    return Expected(pairs=xp.asarray(pairs), out=out, bound=bound)
 
 
 def _softmax_v(scores: Any, values: Any, storage: np.dtype, xp: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ Without a GPU only compiling, the disk cache and importing are measured, for sm_
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import subprocess
 import sys
@@ -25,11 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from bench.cases import random_tensors
-from bench.rows import ROOT, append, commit, results_path, sources_digest
+from bench.rows import RESULTS, ROOT, append, commit, results_path, sources_digest
+from rawattn.dense import flash_attn_func, prepare
 from rawattn.device import Device
+from rawattn.launch import _launch_config
 from rawattn.problem import Problem
 
 CALLS, ROUNDS = 100, 51
+PROCESSES = 5
+HEAD_DIMS = ("64", "128", "256")
 TINY = Problem(
     dtype="bfloat16",
     batch=1,
@@ -41,28 +46,40 @@ TINY = Problem(
     max_k=16,
 )
 
-# Run by fresh processes. Each prints seconds, one line a measurement.
+# Run by fresh processes, with the architecture and head sizes as arguments. Each prints seconds,
+# one line a measurement.
 IMPORT = """
 import time
 start = time.perf_counter()
 import rawattn
 print(time.perf_counter() - start)
 """
-CUBIN = """
-import os, sys, time
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+LAUNCHES = """
+import sys, time
 from dataclasses import replace
 from bench.cases import SUITES
-from rawattn import compile, plan, registry
-from rawattn.device import Device
+from rawattn import compile, device, launch, plan, registry
 arch, *sizes = sys.argv[1:]
-device = replace(Device.named("H200"), arch=arch)
-for size in sizes:
-    case, = SUITES["fwd_sm80"].select(f"d{size}-full-s1024", False)
-    launch, = plan.plan(case.problem, device, "fwd_sm80").launches
+gpu = replace(device.Device.named("H200"), arch=arch)
+def launches():
+    for size in sizes:
+        case, = SUITES["fwd_sm80"].select(f"d{size}-full-s1024", False)
+        yield plan.plan(case.problem, gpu, "fwd_sm80").launches[0]
+def timed(function, *arguments):
     start = time.perf_counter()
-    compile.cubin(registry.KERNELS[launch.kernel], launch.config, arch)
+    function(*arguments)
     print(time.perf_counter() - start)
+"""
+CUBIN = f"""{LAUNCHES}
+import os
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+for x in launches():
+    timed(compile.cubin, registry.KERNELS[x.kernel], x.config, arch)
+"""
+LOAD = f"""{LAUNCHES}
+device.import_cupy().zeros(1)
+for x in launches():
+    timed(launch._function, x.kernel, x.config, 0)
 """
 
 
@@ -129,9 +146,71 @@ def fresh(script: str, *arguments: str, cache: str) -> list[float]:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
-        env={"RAWATTN_CACHE_DIR": cache, **_environment()},
+        env={**os.environ, "RAWATTN_CACHE_DIR": cache},
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    return [float(line) for line in done.stdout.split()]
+    return [1e6 * float(line) for line in done.stdout.split()]
+
+
+def measure_processes(arch: str, *, gpu: bool) -> dict[str, list[float]]:
+    """Import, cold compile on one core, disk cache, loading: microseconds, in fresh processes."""
+    stages = {"compile": CUBIN, "find in the disk cache": CUBIN}
+    if gpu:
+        stages["load from the disk cache"] = LOAD
+    times: dict[str, list[float]] = {}
+    for _ in range(PROCESSES):
+        with tempfile.TemporaryDirectory() as cache:
+            times.setdefault("import rawattn", []).extend(fresh(IMPORT, cache=cache))
+            for stage, script in stages.items():
+                found = fresh(script, arch, *HEAD_DIMS, cache=cache)
+                for size, us in zip(HEAD_DIMS, found, strict=True):
+                    first = ", first of its process" if size == HEAD_DIMS[0] else ""
+                    times.setdefault(f"{stage}: fwd_sm80 d{size}{first}", []).append(us)
+    return times
+
+
+def measure_calls() -> dict[str, list[float]]:
+    """A tiny call without a plan, with one, and the bare launch of what it launches."""
+    import cupy
+    from cuda.bindings import driver
+
+    t = random_tensors(TINY)
+    q, k, v, out = t.q, t.k, t.v, t.out
+    plan = prepare(flash_attn_func, q, k, v, causal=True, out=out)
+    flash_attn_func(q, k, v, causal=True, out=out, plan=plan)
+    ((function, shape, arguments, _),) = plan._packed._launches
+    config = _launch_config(*shape, cupy.cuda.get_current_stream().ptr)
+    bare = driver.cuLaunchKernelEx
+    runs = {
+        "bare cuLaunchKernelEx": lambda: bare(config, function, arguments, 0),
+        "call with plan and out": lambda: flash_attn_func(q, k, v, causal=True, out=out, plan=plan),
+        "call with out": lambda: flash_attn_func(q, k, v, causal=True, out=out),
+        "call": lambda: flash_attn_func(q, k, v, causal=True),
+    }
+    return interleaved_host(runs, cupy.cuda.get_current_stream().synchronize)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    try:
+        device = Device.current()
+    except RuntimeError as error:
+        print(f"calls are not measured: {error}")
+        device = Device.host()
+    gpu = "" if device.arch == "host" else device.name
+    times = measure_calls() if gpu else {}
+    times |= measure_processes(device.arch if gpu else "sm_90a", gpu=bool(gpu))
+    rows = [host_row(what, us, gpu) for what, us in times.items()]
+    append(results_path(args.out, gpu or "no-gpu", "host_time"), rows)
+    bare = next((r.p50_us for r in rows if r.what.startswith("bare")), None)
+    for row in rows:
+        over = f"  {row.p50_us - bare:+7.1f} us over bare" if bare and "call" in row.what else ""
+        print(f"{row.what:60s} {row.p50_us:12.1f} us{over}")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,11 @@ class Row:
     sources: str  # digest of what ran, see `sources_digest`
     peer_version: str  # empty for our backends
     timestamp: str  # UTC, ISO 8601
+
+
+def results_path(folder: Path, gpu: str, name: str) -> Path:
+    """``folder/nvidia-h200/name.csv``."""
+    return folder / gpu.lower().replace(" ", "-") / f"{name}.csv"
 
 
 def append(path: Path, rows: Iterable[Any]) -> None:

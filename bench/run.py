@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a suite: ours and the peers, interleaved, every output checked first.
 
-Needs a GPU; peers need torch.
-
     python bench/run.py --suite fwd_sm80 [--case 'd128-*'] [--quick] [--again] [--out DIR]
 
-Rows are appended to DIR/<gpu>/<suite>.csv. Cases that hold a row of ours from the same sources are
-skipped.
+Needs a GPU; peers need torch. Rows are appended to DIR/<gpu>/<suite>.csv. Cases that hold a row of
+ours from the same sources are skipped. Exits with 1 where an output of ours was wrong.
 """
 
 from __future__ import annotations
@@ -19,26 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.candidates import our_candidate, peer_candidates
+from bench.candidates import peer_candidates, prepared_candidate
 from bench.cases import SUITES, Case, Suite, random_tensors
 from bench.measure import measure
 from bench.report import table
-from bench.rows import ROOT, append, load, measured, sources_digest
+from bench.rows import RESULTS, Row, append, load, measured, results_path, sources_digest
 from rawattn.device import Device
-from rawattn.plan import plan
 
 ROUNDS, QUICK_ROUNDS = 25, 13
 
 
-def results_path(folder: Path, gpu: str, name: str) -> Path:
-    """DIR/nvidia-h200/fwd_sm80.csv."""
-    return folder / gpu.lower().replace(" ", "-") / f"{name}.csv"
-
-
-def run_case(suite: Suite, case: Case, device: Device, rounds: int) -> list:
+def run_case(suite: Suite, case: Case, rounds: int) -> list[Row]:
     """Rows of our backend and of every peer that can do the case."""
     tensors = random_tensors(case.problem)
-    ours = our_candidate(suite.backend, plan(case.problem, device, suite.backend), tensors)
+    ours = prepared_candidate(suite.backend, case, tensors)
     candidates = [ours, *peer_candidates(suite.peers, case, tensors)]
     return measure(suite.op, case, candidates, tensors, rounds=rounds)
 
@@ -53,30 +45,33 @@ def progress(cases: Sequence[Case]) -> Iterator[Case]:
         yield from track(cases, description="bench")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--case", help="shell pattern of case ids")
     parser.add_argument("--quick", action="store_true", help="few cells, few rounds")
     parser.add_argument("--again", action="store_true", help="measure cases that have rows already")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    suite, device = SUITES[args.suite], Device.current()
+    suite, gpu = SUITES[args.suite], Device.current().name
     cases = suite.select(args.case, args.quick)
-    path = results_path(args.out, device.name, suite.name)
+    path = results_path(args.out, gpu, suite.name)
     done = set() if args.again else measured(load(path), suite.backend, sources_digest())
     todo = [c for c in cases if c.id not in done]
-    print(
-        f"{device.name}: {len(todo)} cases to measure, {len(cases) - len(todo)} already in {path}"
-    )
-    start = time.perf_counter()
+    print(f"{gpu}: {len(todo)} cases to measure, {len(cases) - len(todo)} already in {path}")
+    start, wrong = time.perf_counter(), []
     for case in progress(todo):
-        append(path, run_case(suite, case, device, QUICK_ROUNDS if args.quick else ROUNDS))
-    ids = {c.id for c in cases}
-    rows = [r for r in load(path) if r.case in ids]
+        found = run_case(suite, case, QUICK_ROUNDS if args.quick else ROUNDS)
+        append(path, found)
+        if all(row.backend != suite.backend for row in found):
+            wrong.append(case.id)
+    rows = [r for r in load(path) if r.case in {c.id for c in cases}]
     print(table(rows, [suite.backend], suite.peers, bar="fa2"))
-    print(f"{time.perf_counter() - start:.0f} s")
+    print(
+        f"{time.perf_counter() - start:.0f} s" + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
+    )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

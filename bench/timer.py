@@ -66,7 +66,7 @@ class CupyStream:
 
 
 def clear_l2(size: int) -> Callable[[], Any]:
-    """A function that reads `size` bytes: after a write, the next launch would pay for the lines."""
+    """A function that reads `size` bytes: after a write, the next launch would pay for it."""
     import cupy
 
     buffer = cupy.zeros(size // 4, cupy.float32)

@@ -16,6 +16,15 @@
 #include "tile.cuh"
 #include "types.cuh"
 
+// What the two warps that share rows tell each other; nothing where a warp has its rows for itself.
+template <class C, int kColumnWarps>
+struct PairSmem {
+  float row[kColumnWarps][C::block_m];  // of each half of the keys: the largest score, at the end the sum
+  Tile<C::block_m, C::block_n> p;       // probabilities
+};
+template <class C>
+struct PairSmem<C, 1> {};
+
 template <class C>
 struct FwdSm80Smem {
   using Q = Tile<C::block_m, (C::head_dim > C::value_dim ? C::head_dim : C::value_dim)>;
@@ -24,6 +33,7 @@ struct FwdSm80Smem {
   Q q;  // out at the end
   K k[C::stages];
   V v[C::stages];
+  PairSmem<C, C::column_warps> pair;
 };
 
 // What a warp of fwd_sm80 holds in registers, and the steps that it repeats a key tile.
@@ -31,25 +41,33 @@ template <class C>
 struct FwdSm80Warp {
   using Element = typename C::Element;
   using Smem = FwdSm80Smem<C>;
-  static constexpr int kRows = C::block_m / C::warps;
+  static constexpr int kParts = C::column_warps;
+  static constexpr int kRows = C::block_m / (C::warps / kParts);
+  static constexpr int kKeys = C::block_n / kParts;     // keys of a tile that this warp scores
+  static constexpr int kCols = C::value_dim / kParts;   // columns of out that it accumulates
   static constexpr int kMTiles = kRows / 16;
-  static constexpr int kNTiles = C::block_n / 8;
-  static constexpr int kOutTiles = C::value_dim / 8;
+  static constexpr int kNTiles = kKeys / 8;
+  static constexpr int kOutTiles = kCols / 8;
   static constexpr int kKSteps = C::head_dim / 16;
-  static_assert(kRows % 16 == 0 && C::block_n % 16 == 0, "a warp's product is made of 16 x 16 blocks");
-  static_assert(!C::q_in_registers || C::score_unroll >= kKSteps, "an array in registers needs constant indices");
+  static constexpr int kRing = C::fragments_ahead + 1;
+  static constexpr int kQSlots = C::q_in_registers ? kKSteps : 2;
+  static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 16 == 0, "a warp's product is made of 16 x 16 blocks");
 
   const FwdParams& p;
-  const int lane;
-  const int tile_row;  // first row of this warp in the block's tile
-  const int warp_row;  // the same row, counted from the start of the sequence
-  unsigned q[C::q_in_registers ? kKSteps : 1][kMTiles][4];
-  float s[kMTiles][kNTiles][4];      // scores, then probabilities: rows x block_n
-  float out[kMTiles][kOutTiles][4];  // rows x value_dim
+  const int first_row;  // of the block's tile, counted from the start of the sequence
+  unsigned q[kQSlots][kMTiles][4];
+  float s[kMTiles][kNTiles][4];      // scores, then probabilities: kRows x kKeys
+  float out[kMTiles][kOutTiles][4];  // kRows x kCols
   OnlineSoftmax<kMTiles> softmax;
 
-  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, int first_row)
-      : p(params), lane(threadIdx.x % 32), tile_row(threadIdx.x / 32 * kRows), warp_row(first_row + tile_row) {
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int part() { return kParts == 1 ? 0 : threadIdx.x / 32 % kParts; }
+  static __device__ __forceinline__ int tile_row() { return threadIdx.x / (32 * kParts) * kRows; }  // its first row
+  static __device__ __forceinline__ int first_key() { return part() * kKeys; }
+  static __device__ __forceinline__ int first_col() { return part() * kCols; }
+  __device__ __forceinline__ int warp_row() const { return first_row + tile_row(); }
+
+  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, int first_row_) : p(params), first_row(first_row_) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -60,15 +78,10 @@ struct FwdSm80Warp {
     }
   }
 
-  __device__ __forceinline__ void load_q(const Smem& smem) {
-    if constexpr (C::q_in_registers) {
+  __device__ __forceinline__ void load_q(const Smem& smem, int step) {
 #pragma unroll
-      for (int step = 0; step < kKSteps; ++step) {
-#pragma unroll
-        for (int mt = 0; mt < kMTiles; ++mt) {
-          ptx::ldmatrix_x4(q[step][mt], smem.q.down_then_across(tile_row + 16 * mt, 16 * step, lane));
-        }
-      }
+    for (int mt = 0; mt < kMTiles; ++mt) {
+      ptx::ldmatrix_x4(q[step % kQSlots][mt], smem.q.down_then_across(tile_row() + 16 * mt, 16 * step, lane()));
     }
   }
 
@@ -82,30 +95,31 @@ struct FwdSm80Warp {
         for (int e = 0; e < 4; ++e) s[mt][nt][e] = 0.f;
       }
     }
-#pragma unroll C::score_unroll
+    constexpr int kPairs = kNTiles / 2;
+    unsigned b[kRing][4];  // blocks of 16 keys x 16 columns
+    auto load = [&](int i) {
+      if (!C::q_in_registers && i % kPairs == 0) load_q(smem, i / kPairs);
+      ptx::ldmatrix_x4(b[i % kRing], smem.k[stage].across_then_down(first_key() + i % kPairs * 16, i / kPairs * 16, lane()));
+    };
+#pragma unroll
+    for (int i = 0; i < C::fragments_ahead; ++i) load(i);
+#pragma unroll
     for (int step = 0; step < kKSteps; ++step) {
-      const int slot = C::q_in_registers ? step : 0;
-      if constexpr (!C::q_in_registers) {
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int i = step * kPairs + pair;
+        if (i + C::fragments_ahead < kKSteps * kPairs) load(i + C::fragments_ahead);
 #pragma unroll
         for (int mt = 0; mt < kMTiles; ++mt) {
-          ptx::ldmatrix_x4(q[0][mt], smem.q.down_then_across(tile_row + 16 * mt, 16 * step, lane));
-        }
-      }
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; nt += 2) {
-        unsigned b[4];
-        ptx::ldmatrix_x4(b, smem.k[stage].across_then_down(8 * nt, 16 * step, lane));
-#pragma unroll
-        for (int mt = 0; mt < kMTiles; ++mt) {
-          Element::mma(s[mt][nt], q[slot][mt], b[0], b[1]);
-          Element::mma(s[mt][nt + 1], q[slot][mt], b[2], b[3]);
+          Element::mma(s[mt][2 * pair], q[step % kQSlots][mt], b[i % kRing][0], b[i % kRing][1]);
+          Element::mma(s[mt][2 * pair + 1], q[step % kQSlots][mt], b[i % kRing][2], b[i % kRing][3]);
         }
       }
     }
   }
 
   // Scale, softcap, ALiBi: s becomes scores in log2 units.
-  __device__ __forceinline__ void modify_scores(int k_minus_q, float slope_log2, int first_key) {
+  __device__ __forceinline__ void modify_scores(int k_minus_q, float slope_log2, int tile_key) {
     const float scale_log2 = p.scale * kLog2e;
     const float cap_log2 = p.softcap * kLog2e;
     const float scale_over_cap = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
@@ -115,8 +129,8 @@ struct FwdSm80Warp {
       for (int nt = 0; nt < kNTiles; ++nt) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int row = warp_row + 16 * mt + 8 * (e / 2) + lane / 4;
-          const int key = first_key + 8 * nt + 2 * (lane % 4) + e % 2;
+          const int row = warp_row() + 16 * mt + 8 * (e / 2) + lane() / 4;
+          const int key = tile_key + first_key() + 8 * nt + 2 * (lane() % 4) + e % 2;
           float x = s[mt][nt][e];
           x = p.softcap > 0.f ? cap_log2 * tanhf(x * scale_over_cap) : x * scale_log2;
           s[mt][nt][e] = x - slope_log2 * fabsf(static_cast<float>(row + k_minus_q - key));
@@ -125,62 +139,132 @@ struct FwdSm80Warp {
     }
   }
 
-  // out += p v
-  __device__ __forceinline__ void accumulate(const Smem& smem, int stage) {
+  // The largest score of each row, over the pair of warps that share it.
+  __device__ __forceinline__ void share_max(Smem& smem, float (&row_max)[kMTiles][2]) {
+    if constexpr (kParts == 2) exchange(smem, row_max, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // x = combine(x of this warp, x of the other one), a number a row.
+  template <class Combine>
+  __device__ __forceinline__ void exchange(Smem& smem, float (&x)[kMTiles][2], Combine combine) {
 #pragma unroll
-    for (int nt = 0; nt < kNTiles; nt += 2) {
-      unsigned a[kMTiles][4];
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      if (lane() % 4 == 0) smem.pair.row[part()][tile_row() + 8 * i + lane() / 4] = x[i / 2][i % 2];
+    }
+    sync_pair();
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      x[i / 2][i % 2] = combine(x[i / 2][i % 2], smem.pair.row[1 - part()][tile_row() + 8 * i + lane() / 4]);
+    }
+  }
+
+  static __device__ __forceinline__ void sync_pair() { ptx::bar_sync(1 + threadIdx.x / 64, 64); }
+
+  // The A operand of rows mt and 16 keys of this warp: its probabilities, in accumulator layout, are only renamed.
+  __device__ __forceinline__ void pack_p(unsigned (&a)[4], int mt, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &s[mt][2 * step + i / 2][2 * (i % 2)];
+      a[i] = Element::pack(pair[0], pair[1]);
+    }
+  }
+
+  // out += p v. The probabilities of the other warp of a pair come through shared memory, under the products of the own.
+  __device__ __forceinline__ void accumulate(Smem& smem, int stage) {
+    if constexpr (kParts == 2) store_p(smem);
+    multiply(smem, stage, first_key(), [&](unsigned(&a)[4], int mt, int step) { pack_p(a, mt, step); });
+    if constexpr (kParts == 2) {
+      sync_pair();
+      const int key = kKeys - first_key();
+      multiply(smem, stage, key, [&](unsigned(&a)[4], int mt, int step) {
+        ptx::ldmatrix_x4(a, smem.pair.p.down_then_across(tile_row() + 16 * mt, key + 16 * step, lane()));
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store_p(Smem& smem) const {
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
+        unsigned a[4];
+        pack_p(a, mt, step);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          a[mt][i] = Element::pack(s[mt][nt + i / 2][2 * (i % 2)], s[mt][nt + i / 2][2 * (i % 2) + 1]);
-        }
-      }
-#pragma unroll
-      for (int ot = 0; ot < kOutTiles; ot += 2) {
-        unsigned b[4];
-        ptx::ldmatrix_x4_trans(b, smem.v[stage].down_then_across(8 * nt, 8 * ot, lane));
-#pragma unroll
-        for (int mt = 0; mt < kMTiles; ++mt) {
-          Element::mma(out[mt][ot], a[mt], b[0], b[1]);
-          Element::mma(out[mt][ot + 1], a[mt], b[2], b[3]);
+          const int row = tile_row() + 16 * mt + 8 * (i % 2) + lane() / 4;
+          const int col = first_key() + 16 * step + 8 * (i / 2) + 2 * (lane() % 4);
+          *reinterpret_cast<unsigned*>(&smem.pair.p.data[row][col]) = a[i];
         }
       }
     }
   }
 
-  // Divides by the sum, writes lse, and leaves out (storage type) in the warp's own rows of smem.q.
+  // out += p v over the kKeys keys from `key`; load_a(a, mt, step) gives p for 16 of them.
+  template <class LoadA>
+  __device__ __forceinline__ void multiply(const Smem& smem, int stage, int key, const LoadA& load_a) {
+    constexpr int kPairs = kOutTiles / 2;
+    constexpr int kSteps = kKeys / 16;
+    unsigned b[kRing][4];  // blocks of 16 keys x 16 columns
+    auto load = [&](int i) {
+      ptx::ldmatrix_x4_trans(b[i % kRing], smem.v[stage].down_then_across(
+                                               key + i / kPairs * 16, first_col() + i % kPairs * 16, lane()));
+    };
+#pragma unroll
+    for (int i = 0; i < C::fragments_ahead; ++i) load(i);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      unsigned a[kMTiles][4];
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) load_a(a[mt], mt, step);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int i = step * kPairs + pair;
+        if (i + C::fragments_ahead < kSteps * kPairs) load(i + C::fragments_ahead);
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) {
+          Element::mma(out[mt][2 * pair], a[mt], b[i % kRing][0], b[i % kRing][1]);
+          Element::mma(out[mt][2 * pair + 1], a[mt], b[i % kRing][2], b[i % kRing][3]);
+        }
+      }
+    }
+  }
+
+  // Divides by the sum, writes lse, and leaves out (storage type) in smem.q, each warp its own block of it.
   __device__ __forceinline__ void finish(Smem& smem, float* lse, int q_len, float sink_log2) {
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) softmax.sum[i / 2][i % 2] = quad_sum(softmax.sum[i / 2][i % 2]);
+    if constexpr (kParts == 2) exchange(smem, softmax.sum, [](float a, float b) { return a + b; });
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = 16 * mt + 8 * half + lane / 4;
+        const int row = 16 * mt + 8 * half + lane() / 4;
         float factor, row_lse;
         softmax.finish(mt, half, sink_log2, factor, row_lse);
-        if (lse != nullptr && lane % 4 == 0 && warp_row + row < q_len) lse[warp_row + row] = row_lse;
+        if (lse != nullptr && part() == 0 && lane() % 4 == 0 && warp_row() + row < q_len) {
+          lse[warp_row() + row] = row_lse;
+        }
 #pragma unroll
         for (int ot = 0; ot < kOutTiles; ++ot) {
-          *reinterpret_cast<unsigned*>(&smem.q.data[tile_row + row][8 * ot + 2 * (lane % 4)]) =
+          *reinterpret_cast<unsigned*>(&smem.q.data[tile_row() + row][first_col() + 8 * ot + 2 * (lane() % 4)]) =
               Element::pack(out[mt][ot][2 * half] * factor, out[mt][ot][2 * half + 1] * factor);
         }
       }
     }
   }
 
-  // Stores the warp's rows of smem.q, coalesced, clipped to q_len rows and value_dim columns.
+  // Stores the warp's block of smem.q, coalesced, clipped to q_len rows and value_dim columns.
   __device__ __forceinline__ void store_out(const Smem& smem, unsigned short* dst, int q_len) const {
     using Vector = typename Bytes<C::copy_bytes>::type;
     constexpr int kPerCopy = C::copy_bytes / 2;
-    constexpr int kChunks = C::value_dim / kPerCopy;
+    constexpr int kChunks = kCols / kPerCopy;
 #pragma unroll 4
-    for (int i = lane; i < kRows * kChunks; i += 32) {
+    for (int i = lane(); i < kRows * kChunks; i += 32) {
       const int row = i / kChunks;
-      const int col = i % kChunks * kPerCopy;
-      if (warp_row + row < q_len && col < p.value_dim) {
-        *reinterpret_cast<Vector*>(dst + (warp_row + row) * p.stride_out_row + col) =
-            *reinterpret_cast<const Vector*>(&smem.q.data[tile_row + row][col]);
+      const int col = first_col() + i % kChunks * kPerCopy;
+      if (warp_row() + row < q_len && col < p.value_dim) {
+        *reinterpret_cast<Vector*>(dst + (warp_row() + row) * p.stride_out_row + col) =
+            *reinterpret_cast<const Vector*>(&smem.q.data[tile_row() + row][col]);
       }
     }
   }
@@ -213,6 +297,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
                                ? p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head] * kLog2e
                                : 0.f;
 
+  const int batch = tile.batch;  // what depends on it is computed again where a tile is masked: registers are short
   // One key tile. With one stage, V(n) loads during the scores of tile n, and K(n - 1) during its softmax and P V; with
   // two, both load a whole tile ahead. Only the tile that is loaded first, which is masked, can lack rows.
   auto step = [&](auto masked, int n) {
@@ -220,7 +305,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // tile n has landed, and no warp reads the buffers that are filled next
     if constexpr (C::stages == 1) {
-      v_copy.template copy<!kMasked>(smem.v[0], seq.k_len - n * C::block_n);
+      v_copy.template copy<!kMasked>(smem.v[0], kMasked ? sequence(p, batch).k_len - n * C::block_n : C::block_n);
       v_copy.step_back();
       ptx::cp_async_commit_group();
     } else if (n > tiles.first) {
@@ -238,9 +323,13 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
       k_copy.step_back();
       ptx::cp_async_commit_group();
     }
-    if constexpr (C::scores) warp.modify_scores(seq.k_len - seq.q_len, slope_log2, n * C::block_n);
-    if constexpr (kMasked) mask_scores(warp.s, keys, warp.warp_row, n * C::block_n, warp.lane);
-    warp.softmax.update(warp.s, warp.out, scale_log2);
+    if constexpr (C::scores) warp.modify_scores(sequence(p, batch).k_len - sequence(p, batch).q_len, slope_log2, n * C::block_n);
+    if constexpr (kMasked) {
+      mask_scores(warp.s, KeyInterval(p, sequence(p, batch)), warp.warp_row(), n * C::block_n + warp.first_key(),
+                  warp.lane());
+    }
+    warp.softmax.template update<C::vote_rescale>(warp.s, warp.out, scale_log2,
+                                                  [&](auto& row_max) { warp.share_max(smem, row_max); });
     warp.accumulate(smem, n % C::stages);
   };
 
@@ -256,7 +345,8 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
   if constexpr (C::q_in_registers) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    warp.load_q(smem);
+#pragma unroll
+    for (int step = 0; step < FwdSm80Warp<C>::kKSteps; ++step) warp.load_q(smem, step);
   }
   for (int n = tiles.last - 1; n >= tiles.first;) {
     if (tiles.full(n)) {

@@ -38,7 +38,6 @@ struct TileRange {
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4], const KeyInterval& keys, int warp_row,
                                             int first_key, int lane) {
-  lane = ptx::opaque(lane);
   const int col = first_key + 2 * (lane % 4);
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {

@@ -17,6 +17,11 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// ---- Named barriers (PTX ISA: bar.sync); barrier 0 is __syncthreads. ----
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- Asynchronous copies, global to shared (PTX ISA: cp.async). `bytes` read, the rest of the width zero-filled. ----
 __device__ __forceinline__ void cp_async_16(unsigned dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)

@@ -40,7 +40,7 @@ class Step:
     def pack(
         cls, xp: Any, new: Sequence[Sequence[int]], cached: Sequence[int], capacity: int
     ) -> Step:
-        """The `new` tokens of each sequence, after `cached` ones; caches hold `capacity` positions."""
+        """The `new` tokens of each sequence after its `cached` ones, in `capacity` positions."""
         counts, cached = np.array([len(tokens) for tokens in new]), np.array(cached)
         ends = np.cumsum(counts)
         sequence = np.repeat(np.arange(len(new)), counts)
@@ -103,11 +103,10 @@ class Llama:
         q, k = turned[:, : c.q_heads], turned[:, c.q_heads :]
         v = heads[:, c.q_heads + c.kv_heads :].astype(self.dtype)
         cache.write(index, step.slots, k, v)
-        out = (
-            self._attend(q, k, v, step)
-            if step.prefill
-            else self._attend_cache(q, index, step, cache)
-        )
+        if step.prefill:
+            out = self._attend(q, k, v, step)
+        else:
+            out = self._attend_cache(q, index, step, cache)
         return out.reshape(len(x), -1).astype(np.float32) @ layer.attn_out.T
 
     def _attend(self, q: Array, k: Array, v: Array, step: Step) -> Array:
@@ -132,7 +131,6 @@ class Llama:
             step.cu_seqlens,
             seqused_k=step.seqused,
             max_seqlen_q=step.max_new,
-            max_seqlen_k=cache.capacity,
             causal=True,
         )
 

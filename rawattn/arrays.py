@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of anyone -> views: a CuPy or NumPy array, its address, and a hashable description.
-Nothing is copied.
+"""Arrays of anyone -> views: a CuPy or NumPy array, its address, a hashable description. No copies.
 
 Taken are CuPy and NumPy arrays, whatever speaks DLPack (JAX, PyTorch, cuda.core) and whatever has a
 ``__cuda_array_interface__`` (Numba). Work that another library has queued on them is waited for on
@@ -56,11 +55,9 @@ class View:
 
 
 def view(name: str, x: Any, dtype: str | None = None) -> View:
-    """The view of an array; `dtype` is what its bits mean, for arrays of unsigned integers of the
-    same size.
+    """The view of an array; `dtype` says what its bits mean where they are unsigned integers.
 
-    Raises TypeError, which names the argument, for a kind of object or a dtype that is not
-    accepted.
+    Raises TypeError, which names the argument, for a kind of object that is not accepted.
     """
     cupy = sys.modules.get("cupy")
     if isinstance(x, np.ndarray if cupy is None else (cupy.ndarray, np.ndarray)):
@@ -92,15 +89,16 @@ def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Spec:
     return Spec(shape, _c_strides(shape, DTYPES[dtype].itemsize), dtype, device)
 
 
-def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> View:
-    """A new C-contiguous array on the host or on a CUDA device, for the current stream there."""
-    if device is None:
-        return view("", np.empty(shape, DTYPES[dtype]))
+def empty(spec: Spec) -> View:
+    """A new array of a contiguous spec, for use on the current stream of its device."""
+    if spec.device is None:
+        return view("", np.empty(spec.shape, DTYPES[spec.dtype]))
     cupy = sys.modules["cupy"]
-    if device == cupy.cuda.runtime.getDevice():
-        return view("", cupy.empty(shape, DTYPES[dtype]))
-    with cupy.cuda.Device(device):
-        return view("", cupy.empty(shape, DTYPES[dtype]))
+    if spec.device != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(spec.device):
+            return empty(spec)
+    array = cupy.empty(spec.shape, DTYPES[spec.dtype])
+    return View(array, array.data.ptr, spec)
 
 
 def to_host(x: View) -> np.ndarray[Any, Any]:
@@ -117,11 +115,9 @@ def dtype_name(name: str, dtype: Any) -> str:
 
 
 def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
-    """ValueError unless a kernel can address the array: aligned, last axis contiguous, no stride
-    below 0.
+    """ValueError unless the array is aligned, its last axis contiguous, and no stride below 0.
 
-    Inputs may repeat themselves (stride 0, as `broadcast_to` gives); outputs may not overlap
-    themselves.
+    Inputs may repeat themselves with stride 0; outputs may not overlap themselves.
     """
     size = DTYPES[spec.dtype].itemsize
     axes = [(stride, n) for stride, n in zip(spec.byte_strides, spec.shape, strict=True) if n != 1]
@@ -155,8 +151,7 @@ def _reinterpret(name: str, array: Any, dtype: str) -> Any:
 
 
 def _from_dlpack(name: str, x: Any) -> Any:
-    """A CuPy array, for whose use on the current stream the producer has been asked; or a NumPy
-    array."""
+    """A NumPy array, or a CuPy array that the producer has made ready for the current stream."""
     kind = int(x.__dlpack_device__()[0])
     try:
         if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
@@ -172,8 +167,7 @@ def _from_dlpack(name: str, x: Any) -> Any:
 
 
 def _from_cuda_array_interface(name: str, x: Any) -> Any:
-    """A CuPy array, before whose use the current stream waits for the stream that the interface
-    names."""
+    """A CuPy array; the current stream waits for the stream that the interface names."""
     cupy = import_cupy()
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:
@@ -200,8 +194,7 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _wait_for(cupy: Any, producer: int, device: int) -> None:
-    """Lets the current stream of a device wait for the work that is queued on another, given by its
-    handle."""
+    """Lets the current stream of a device wait for what another, a handle, has queued so far."""
     consumer = cupy.cuda.get_current_stream(device).ptr
     if producer != consumer:
         with cupy.cuda.Device(device):

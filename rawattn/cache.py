@@ -9,6 +9,7 @@ digest and built again.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -35,17 +36,18 @@ class Entry:
 
 
 class Cache:
-    """Entries of one folder, which need not exist yet. A folder that cannot be written is replaced
-    by a temporary one for the life of the process, with one warning; what it holds is still
-    read."""
+    """Entries of one folder, which need not exist yet.
+
+    A folder that cannot be written is still read; what is built goes to a temporary one for the
+    life of the process, with one warning.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fallback: tempfile.TemporaryDirectory[str] | None = None
+        self._fallback: Path | None = None
 
     def get(self, key: str, build: Callable[[], Mapping[str, bytes]]) -> Path:
-        """The folder that holds the files of `key`; those that `build` returns, if there is no
-        intact one yet."""
+        """The folder with the files of `key`, which `build` returns where no intact one is yet."""
         for folder in self._folders():
             if is_intact(folder / key):
                 return folder / key
@@ -67,27 +69,27 @@ class Cache:
         return sum(entry.size for entry in self.entries())
 
     def clear(self) -> int:
-        """Removes every entry, and what interrupted builds left; returns how many entries there
-        were."""
+        """Removes all entries, and what interrupted builds left; returns how many entries."""
         count = len(list(self.entries()))
         for path in self.folder.glob("*"):
-            shutil.rmtree(path)
+            path.unlink() if path.is_file() else shutil.rmtree(path)
         return count
 
     def _folders(self) -> list[Path]:
-        return [self.folder] + ([Path(self._fallback.name)] if self._fallback else [])
+        return [self.folder] + ([self._fallback] if self._fallback else [])
 
     def _fall_back(self, error: OSError) -> Path:
         if self._fallback is None:
-            self._fallback = tempfile.TemporaryDirectory(prefix="rawattn-")
+            self._fallback = Path(tempfile.mkdtemp(prefix="rawattn-"))
+            atexit.register(shutil.rmtree, self._fallback, ignore_errors=True)
             warnings.warn(
                 f"cannot write the cache folder {self.folder} ({error.strerror or error}); until "
-                f"this process ends, compiled kernels go to {self._fallback.name}. "
+                f"this process ends, compiled kernels go to {self._fallback}. "
                 "RAWATTN_CACHE_DIR names another folder.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return Path(self._fallback.name)
+        return self._fallback
 
 
 def is_intact(path: Path) -> bool:
@@ -129,8 +131,7 @@ def _install(folder: Path, key: str, files: Mapping[str, bytes]) -> Path:
 
 
 def _repair(path: Path, scratch: Path) -> None:
-    """Replaces the files of a corrupt entry one by one: it never vanishes from under a process that
-    reads it."""
+    """Replaces the files of a corrupt entry one by one, so that it never vanishes for a reader."""
     if not path.is_dir():
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -141,8 +142,7 @@ def _repair(path: Path, scratch: Path) -> None:
 
 @functools.cache
 def default() -> Cache:
-    """The cache in ``RAWATTN_CACHE_DIR``, else in the user's cache folder. The environment is read
-    once."""
+    """The cache in ``RAWATTN_CACHE_DIR``, by default in the user's cache folder; read once."""
     folder = os.environ.get("RAWATTN_CACHE_DIR")
     if folder:
         return Cache(Path(folder).expanduser())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel x Config x architecture -> cubin: a generated unit, NVRTC, the disk cache. Needs no GPU,
-and no CuPy."""
+"""Kernel x Config x architecture -> cubin: a generated unit, NVRTC, the disk cache. No GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 from dataclasses import dataclass, fields
@@ -23,8 +23,7 @@ FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v", "--
 
 
 class CompileError(RuntimeError):
-    """A kernel could not be compiled; the message holds the numbered source and the compiler's
-    log."""
+    """A kernel does not compile; the message holds the numbered source and the compiler's log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +47,7 @@ class Resources:
     spill_loads: int
     stack: int
     smem: int  # static shared memory, bytes a block
-    warnings: tuple[
-        str, ...
-    ]  # warnings of NVRTC and ptxas, and ptxas's performance advisories (C75xx)
+    warnings: tuple[str, ...]  # lines of the log, with ptxas's advice on performance (C75xx)
 
 
 def sources(kernel: Kernel) -> Sources:
@@ -76,10 +73,15 @@ def unit(kernel: Kernel, config: Config) -> str:
     smem = "".join(word.capitalize() for word in kernel.name.split("_")) + "Smem"
     members = "\n".join(_member(name, getattr(config, name)) for name in names)
     return f"""\
-// rawattn {kernel.name}  sources {sources(kernel).digest[:16]} #include "{kernel.source}" struct
-Config {{ {members} }}; static_assert(sizeof({kernel.params}) == {size}, "ABI: {kernel.params}");
-static_assert(sizeof({smem}<Config>) == Config::smem_bytes, "plan and kernel disagree on shared
-memory"); extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
+// rawattn {kernel.name}  sources {sources(kernel).digest[:16]}
+#include "{kernel.source}"
+struct Config {{
+{members}
+}};
+static_assert(sizeof({kernel.params}) == {size}, "ABI: {kernel.params}");
+static_assert(sizeof({smem}<Config>) == Config::smem_bytes,
+              "plan and kernel disagree on shared memory");
+extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
 {entry_name(kernel)}(const __grid_constant__ {kernel.params} p) {{ {kernel.name}<Config>(p); }}
 """
 
@@ -166,8 +168,7 @@ def _build(kernel: Kernel, text: str, arch: str) -> dict[str, bytes]:
     )
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-        # Output buffers are bytearrays: short bytes objects are shared, and a write into one is
-        # seen by all.
+        # Buffers are bytearrays: CPython shares short bytes objects, and all would see the write.
         log = bytearray(_check(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
         _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
         report = log.decode(errors="replace").rstrip("\0\n")
@@ -177,9 +178,7 @@ def _build(kernel: Kernel, text: str, arch: str) -> dict[str, bytes]:
         _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    report = re.sub(
-        r"^.*Compile time = .*\n?", "", report, flags=re.M
-    )  # the rest is the same in every build
+    report = re.sub(r"^.*Compile time = .*\n?", "", report, flags=re.M)  # all else is repeatable
     return {"kernel.cu": text.encode(), "kernel.cubin": bytes(code), "kernel.log": report.encode()}
 
 
@@ -190,16 +189,14 @@ def _check(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
 
 
 def _failure(kernel: Kernel, text: str, closure: Sources, options: list[str], log: str) -> str:
-    """The message of a CompileError: log, numbered unit, and the numbered lines around each error
-    elsewhere."""
+    """What a CompileError says: log, numbered unit, numbered lines around errors elsewhere."""
     parts = [
         f"{kernel.name} does not compile ({' '.join(options)}):\n{log}",
         "kernel.cu:\n" + _numbered(text),
     ]
     for name, source in closure.texts:
-        for line in sorted(
-            {int(n) for n in re.findall(rf"^{re.escape(name)}\((\d+)\): .*error", log, re.M)}
-        ):
+        errors = re.findall(rf"^{re.escape(name)}\((\d+)\): .*error", log, re.M)
+        for line in sorted(set(map(int, errors))):
             parts.append(f"{name}, around line {line}:\n" + _numbered(source, line - 4, line + 3))
     return "\n\n".join(parts)
 
@@ -210,8 +207,7 @@ def _numbered(text: str, first: int = 0, last: int | None = None) -> str:
 
 
 def _header_folder(kernel: Kernel, headers: tuple[str, ...], major: int) -> Path:
-    """The folder that holds the CUDA headers a kernel includes: from wheels, or from an installed
-    toolkit."""
+    """The folder of the CUDA headers that a kernel includes: of wheels, or of a CUDA toolkit."""
     folders = [
         wheel / name / "include" for wheel in _wheels() for name in (f"cu{major}", "cuda_runtime")
     ]
@@ -228,8 +224,5 @@ def _header_folder(kernel: Kernel, headers: tuple[str, ...], major: int) -> Path
 
 def _wheels() -> list[Path]:
     """The folders of NVIDIA's wheels, one a site-packages."""
-    try:
-        import nvidia
-    except ImportError:
-        return []
-    return [Path(folder) for folder in nvidia.__path__]
+    found = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in found.submodule_search_locations or ()] if found else []

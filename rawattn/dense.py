@@ -29,8 +29,7 @@ def flash_attn_func(
     backend: str | None = None,
     plan: Prepared | None = None,
 ) -> Any:
-    """Attention of a batch of sequences of one length: ``softmax(scale * q @ k.T) @ v`` for every
-    head.
+    """Attention of sequences of one length: ``softmax(scale * q @ k.T) @ v`` for every head.
 
     Parameters
     ----------
@@ -39,16 +38,16 @@ def flash_attn_func(
         PyTorch) or ``__cuda_array_interface__`` (Numba). The last axis is contiguous; other strides
         are free, and read in place.
     k : array, shape `(batch, k_len, kv_heads, head_dim)`
-        Keys. `q_heads` is a multiple of `kv_heads`; query head ``h`` reads KV head ``h // (q_heads
-        // kv_heads)`` [4]_.
+        Keys. `q_heads` is a multiple of `kv_heads`; query head ``h`` reads KV head
+        ``h // (q_heads // kv_heads)`` [4]_.
     v : array, shape `(batch, k_len, kv_heads, value_dim)`
         Values.
     softmax_scale : float, optional
         Factor of ``q @ k.T``; ``1 / sqrt(head_dim)`` by default.
     causal : bool or {"bottom_right", "top_left"}
-        Whether a row sees no key after its diagonal. The diagonal of row ``i`` is key ``i + k_len -
-        q_len`` (True and "bottom_right"), or key ``i`` ("top_left"; it aligns `window_size` as
-        well).
+        Whether a row sees no key after its diagonal, which for row ``i`` lies at key
+        ``i + k_len - q_len`` (True and "bottom_right"), or at key ``i`` ("top_left", which aligns
+        `window_size` as well).
     window_size : (int, int)
         How many keys before and after its diagonal a row sees, besides the one on it; -1 is
         unbounded.
@@ -97,7 +96,9 @@ def flash_attn_func(
     CompileError, RuntimeError
         The kernel does not compile, NVRTC is not there, or no GPU is.
 
-    Notes ----- A row that sees no key gets out 0 and lse -inf (the sink, where there is one): with
+    Notes
+    -----
+    A row that sees no key gets out 0 and lse -inf (the sink, where there is one): with
     ``k_len == 0`` that is all of them. Where `out` has no element nothing is launched. Scores and
     sums are float32 [1]_ [2]_; the weights are rounded to the dtype of `v` before they meet it.
     Equal inputs give equal bits. ``RAWATTN_CHECK=1`` checks lengths that live on the GPU, at the
@@ -162,10 +163,9 @@ def flash_attn_varlen_func(
     ----------
     q : array, shape `(total_q, q_heads, head_dim)`
         Queries. Sequence ``b`` has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
-    k : array, shape `(total_k, kv_heads, head_dim)` with `cu_seqlens_k`, else `(batch, k_len,
-    kv_heads, head_dim)`
-        Keys, packed or padded.
-    v : array, as `k`, with `value_dim` for `head_dim`
+    k : array, shape `(total_k, kv_heads, head_dim)` or `(batch, k_len, kv_heads, head_dim)`
+        Keys, packed with `cu_seqlens_k`, or padded without.
+    v : array, shape `(total_k, kv_heads, value_dim)` or `(batch, k_len, kv_heads, value_dim)`
         Values.
     cu_seqlens_q : array, shape `(batch + 1,)`, int32
         First row of each sequence, and the end of the last. Never decreases; lengths of 0 are fine.
@@ -225,8 +225,7 @@ def flash_attn_varlen_func(
 
 
 def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared:
-    """Does all of ``function(*args, **kwargs)`` but the launch: checks, plans, compiles, packs the
-    arguments.
+    """All of ``function(*args, **kwargs)`` but its launch: checks, plan, compilation, packing.
 
     Parameters
     ----------

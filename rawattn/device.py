@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan needs to know of a GPU. By name from a table, on any machine; or read from the one
-that is present."""
+"""What a plan needs to know of a GPU: of one by name, anywhere, or of the one that is there."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Device:
 
     @staticmethod
     def named(name: str) -> Device:
-        """The device of a short name ("H200") or of the full name that CUDA reports ("NVIDIA
-        H200")."""
+        """The device of a short name, "H200", or of the name that CUDA reports, "NVIDIA H200"."""
         if name == "host":
             return Device.host()
         for short, device in DEVICES.items():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import host, launch
-from rawattn.arrays import Spec, contiguous, empty, to_host, view
+from rawattn.arrays import View, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.plan import Plan, plan
 from rawattn.problem import Problem, check_scalar
@@ -146,11 +146,9 @@ def resolve(specs: Arrays, options: Options) -> Call:
     scale = problem.head_dim**-0.5 if scale is None else check_scalar("softmax_scale", scale)
     device = specs.q.device
     out_shape, lse_shape = result_shapes(specs.q.shape, problem.value_dim)
-    # The host backend always writes lse; a kernel only where it is asked for.
-    wants_lse = options.return_lse or device is None
     specs = specs._replace(
         out=specs.out or contiguous(out_shape, problem.dtype, device),
-        lse=specs.lse or (contiguous(lse_shape, "float32", device) if wants_lse else None),
+        lse=specs.lse or (contiguous(lse_shape, "float32", device) if options.return_lse else None),
     )
     target = Device.host() if device is None else Device.current(device)
     chosen = plan(problem, target, options.backend or Settings.read().backend)
@@ -164,28 +162,31 @@ def resolve(specs: Arrays, options: Options) -> Call:
 def _bind(arrays: Arrays, options: Options) -> tuple[Call, Arrays]:
     """The kind of a call, and its views, with outputs that were not given."""
     options = plain(options)
-    dtypes = dict.fromkeys(("q", "k", "v", "out"), options.dtype)
-    views = Arrays(
-        *(
-            None if x is None else view(name, x, dtypes.get(name))
-            for name, x in zip(Arrays._fields, arrays, strict=True)
-        )
-    )
-    call = resolve(Arrays(*(x and x.spec for x in views)), options)
+    views = _views(arrays, options.dtype)
+    call = resolve(Arrays(*[x and x.spec for x in views]), options)
     if Settings.read().check:
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
         given = {name: getattr(views, name) for name in names}
         tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
         check_lengths(call.specs, call.plan.problem, tables)
     if views.out is None:
-        views = views._replace(out=_empty(call.specs.out))
+        views = views._replace(out=empty(call.specs.out))
     if views.lse is None and call.specs.lse is not None:
-        views = views._replace(lse=_empty(call.specs.lse))
+        views = views._replace(lse=empty(call.specs.lse))
     return call, views
 
 
-def _empty(spec: Spec) -> Any:
-    return empty(spec.shape, spec.dtype, spec.device)
+def _views(arrays: Arrays, dtype: str | None) -> Arrays:
+    q, k, v, out, *others = arrays
+    found: list[View | None] = [view("q", q, dtype), view("k", k, dtype), view("v", v, dtype)]
+    found.append(None if out is None else view("out", out, dtype))
+    for name, x in zip(Arrays._fields[4:], others, strict=True):
+        found.append(None if x is None else view(name, x))
+    views = Arrays(*found)
+    for name, x in (("out", views.out), ("lse", views.lse)):
+        if x is not None and x.spec.device is None and not x.array.flags.writeable:
+            raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    return views
 
 
 def _pointers(views: Arrays) -> dict[str, int | None]:

@@ -178,7 +178,7 @@ def _params(launch: Launch, scalars: Mapping[str, float]) -> ctypes.Structure:
     """The Params of a launch, with every field set that is no pointer."""
     struct = registry.params_struct(registry.KERNELS[launch.kernel].params)
     values = {**scalars, **dict(launch.scalars)}
-    fields = {name for name, kind in struct._fields_ if kind is not ctypes.c_void_p}
+    fields = {name for name, kind, *_ in struct._fields_ if kind is not ctypes.c_void_p}
     assert fields == values.keys(), f"{struct.__name__}: {fields ^ values.keys()}"
     return struct(**values)
 

@@ -15,7 +15,7 @@ out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Query head h reads KV head h // (Hq / Hkv)
 `cu_seqlens_q` (B + 1,) the sequences of q and out are packed, (total_q, Hq, D), and lse is
 (Hq, total_q); with `cu_seqlens_k` those of k and v are. `seqused_k` (B,) counts the keys of each
 sequence that exist; what lies behind them is never read. `alibi_slopes` is (Hq,) or (B, Hq) and
-`sink` is (Hq,), in units of a score; both are read as float32, as kernels hold them.
+`sink` is (Hq,), in units of a score.
 
 Results are float64. Packed rows that belong to no sequence (before cu_seqlens[0], and from
 cu_seqlens[-1]) come back as NaN: a kernel leaves them alone, so there is nothing to compare with.
@@ -79,8 +79,8 @@ def sequence_rows(
 
 
 def per_head(values: ArrayLike | None, batch: int, q_heads: int, absent: float) -> Array:
-    """Sinks or slopes, (Hq,) or (B, Hq), as (B, Hq) float32; all `absent` where there are none."""
-    given = np.float32(absent) if values is None else np.asarray(values, np.float32)
+    """Sinks or slopes, (Hq,) or (B, Hq), as (B, Hq); all `absent` where there are none."""
+    given = np.asarray(absent if values is None else values, np.float64)
     return np.broadcast_to(given, (batch, q_heads))
 
 
@@ -240,7 +240,17 @@ def attention(
     lse = np.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.nan)
     lse_of_row = lse.swapaxes(-1, -2)
     heads = _heads(
-        q, k, mask, scale, softcap, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, rounding
+        q,
+        k,
+        mask,
+        scale,
+        softcap,
+        alibi_slopes,
+        sink,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        rounding,
     )
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for head in heads:
@@ -270,12 +280,21 @@ def attention_backward(
     `seqused_k` leaves out get 0.
     """
     dq, dk, dv = (
-        _no_gradient(x, cu)
-        for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
+        _no_gradient(x, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
     )
     dsink = np.zeros(q.shape[-2])
     heads = _heads(
-        q, k, mask, scale, softcap, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, rounding
+        q,
+        k,
+        mask,
+        scale,
+        softcap,
+        alibi_slopes,
+        sink,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        rounding,
     )
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for head in heads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a paged KV cache means, in NumPy: where a token's key and value lie, and which slots are read.
+"""What a paged KV cache means, in NumPy: where tokens lie, and which slots are read.
 
 Caches, with x = 16 bytes worth of elements:
 
@@ -7,10 +7,10 @@ Caches, with x = 16 bytes worth of elements:
     HND       k_cache (blocks, Hkv, page, D)         v_cache (blocks, Hkv, page, Dv)
     x-major   k_cache (blocks, Hkv, D / x, page, x)  v_cache (blocks, Hkv, Dv, page)
 
-The pages of the sequences are given by `block_table` (B, max_blocks) with `seqused_k` (B,), the
-number of keys of each, or as CSR: sequence b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]],
-all full but the last, which holds kv_last_page_len[b] keys. Slots and table entries past the end of a
-sequence are never read: they may hold NaN, and page ids that do not exist.
+The pages of a sequence are its row of `block_table` (B, max_blocks), with `seqused_k` (B,), the
+number of its keys; or in CSR kv_indices[kv_indptr[b] : kv_indptr[b + 1]], all full but the last,
+which holds kv_last_page_len[b] keys. Slots and table entries past the end of a sequence are never
+read: they may hold NaN, or page ids that do not exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rawattn.reference import Array, attention
 
 
 def slots(cache: Array, layout: CacheLayout) -> Array:
-    """A view of a cache as (blocks, page, Hkv, D); as (blocks, page, Hkv, D / x, x) of x-major keys."""
+    """A view of a cache, (blocks, page, Hkv, D); of x-major keys, (blocks, page, Hkv, D / x, x)."""
     if layout is CacheLayout.NHD:
         return cache
     if layout is CacheLayout.HND:
@@ -67,7 +67,7 @@ def gather_cache(
     kv_indices: ArrayLike | None = None,
     kv_last_page_len: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The keys and values of the sequences, packed: k (total_k, Hkv, D), v, cu_seqlens_k (B + 1,)."""
+    """The keys and values of the sequences, packed: k, v, cu_seqlens_k (B + 1,) int32."""
     k_slots, v_slots = slots(k_cache, layout), slots(v_cache, layout)
     page, kv_heads = k_slots.shape[1:3]
     pages = _pages(page, block_table, seqused_k, kv_indptr, kv_indices, kv_last_page_len)

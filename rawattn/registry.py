@@ -30,6 +30,7 @@ def cuda_folder() -> Path:
 class Config(Protocol):
     """What every Config has beside its own fields."""
 
+    def __hash__(self) -> int: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -48,9 +49,11 @@ class FwdSm80:
     block_m: int  # query rows a block
     block_n: int  # keys a tile
     warps: int
+    column_warps: int  # 1: a warp has its rows for itself; 2: a pair of warps shares rows, each half of keys and columns
     stages: int  # 1: K and V wait for each other's arithmetic; 2: the next K, V pair loads during this one's
     q_in_registers: bool  # whether Q fragments are read from shared memory once, not once a tile
-    score_unroll: int  # steps of Q K^T in one basic block; ptxas prefetches fragments across all, and may spill
+    fragments_ahead: int  # 16 x 16 blocks of K or V that are read before the products that use them
+    vote_rescale: bool  # whether a warp skips the rescaling of out where no row's max changed
     scores: bool  # whether softcap or ALiBi steps are compiled in
     copy_bytes: int  # width of the copies to shared memory: 16, 4 or 2
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
@@ -64,7 +67,8 @@ class FwdSm80:
         """sizeof(FwdSm80Smem<Config>): rows are 16 bytes longer than their data, so that ldmatrix meets no bank twice."""
         q = self.block_m * (max(self.head_dim, self.value_dim) + 8)
         kv = self.stages * self.block_n * (self.head_dim + 8 + self.value_dim + 8)
-        return 2 * (q + kv)
+        pair = 4 * self.block_m + self.block_m * (self.block_n + 8) if self.column_warps == 2 else 8
+        return 2 * (q + kv + pair)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a forward call: what is accepted, and the Problem that they state. Needs no GPU,
-and no CuPy.
+"""The arguments of a forward call: what is accepted, and the Problem that they state.
 
-Everything here reads specs and options, never addresses; `check_lengths` alone reads what arrays
-hold.
+It reads specs and options, never addresses, and needs no GPU and no CuPy; `check_lengths` alone
+looks at what arrays hold.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 class Arrays(NamedTuple):
-    """One thing for each array argument: the argument, its `View`, or its `Spec`; None where it is
-    absent."""
+    """For each array argument the argument itself, its `View`, or its `Spec`; None where absent."""
 
     q: Any
     k: Any
@@ -51,8 +49,7 @@ class Options(NamedTuple):
 
 
 def plain(options: Options) -> Options:
-    """The options as words, numbers and tuples of them; a TypeError names one that is anything
-    else, an array say."""
+    """The options as words, numbers and tuples; a TypeError names one that is an array, say."""
     if isinstance(options.window_size, list):
         options = options._replace(window_size=tuple(options.window_size))
     if options.dtype is not None:
@@ -71,7 +68,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
     Raises TypeError for dtypes and kinds of arrays, ValueError for everything else.
     """
     _check_one_device(specs)
-    q, k, v = specs.q, specs.k, specs.v
+    q, v = specs.q, specs.v
     if q.dtype not in FLOATS:
         raise TypeError(f"q has dtype {q.dtype}: accepted are {', '.join(FLOATS)}")
     batch, max_q, q_rows = _queries(specs, options)
@@ -113,7 +110,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             alibi=slopes is not None,
             sink=specs.sink is not None,
         ),
-        copy_bytes=_copy_bytes((q, k, v, specs.out)),
+        copy_bytes=_copy_bytes(specs),
     )
 
 
@@ -158,8 +155,7 @@ def _keys(specs: Arrays, options: Options, batch: int) -> tuple[int, Rows]:
 
 
 def _expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], dtype: str) -> None:
-    """TypeError and ValueError unless an array, if there is one, has a dtype and a shape; words
-    stand for any size."""
+    """TypeError or ValueError for an array of another dtype or shape; words are any size."""
     if spec is None:
         return
     if len(spec.shape) != len(shape) or any(
@@ -202,15 +198,14 @@ def _place(device: int | None) -> str:
     return "NumPy" if device is None else "CUDA"
 
 
-def _copy_bytes(specs: tuple[Spec | None, ...]) -> int:
-    """The widest of 16, 4 and 2 bytes that every row of the arrays starts on and is a multiple
-    of."""
-    parts = []
-    for spec in specs:
+def _copy_bytes(specs: Arrays) -> int:
+    """The widest of 16, 4, 2 bytes that all rows of q, k, v, out start on and are multiples of."""
+    size = DTYPES[specs.q.dtype].itemsize
+    parts = [size * specs.q.shape[-1], size * specs.v.shape[-1]]
+    for spec in (specs.q, specs.k, specs.v, specs.out):
         if spec is not None and 0 not in spec.shape:
             rows = zip(spec.byte_strides[:-1], spec.shape[:-1], strict=True)
-            parts += [stride for stride, size in rows if size > 1]
-            parts += [spec.offset, spec.shape[-1] * DTYPES[spec.dtype].itemsize]
+            parts += [spec.offset, *(stride for stride, count in rows if count > 1)]
     return next(width for width in (16, 4, 2) if all(part % width == 0 for part in parts))
 
 
@@ -218,20 +213,21 @@ def _copy_bytes(specs: tuple[Spec | None, ...]) -> int:
 
 
 def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) -> None:
-    """ValueError that names the argument in which two calls differ; specs are those of `Spec` or
-    None."""
-    for given, planned in zip(found, prepared, strict=True):
-        for name, here, there in zip(given._fields, given, planned, strict=True):
-            if here != there:
-                raise ValueError(f"{name}: the plan was prepared for {there!r}, found {here!r}")
+    """ValueError that names the argument in which two calls, specs and options, differ."""
+    names = Arrays._fields + Options._fields
+    for name, here, there in zip(names, sum(found, ()), sum(prepared, ()), strict=True):
+        if here != there:
+            raise ValueError(f"{name}: the plan was prepared for {there!r}, found {here!r}")
 
 
 # ---- RAWATTN_CHECK ----
 
 
 def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence[int]]) -> None:
-    """ValueError, with the index at fault, unless the tables of lengths are in bounds. `tables`
-    holds those there are, of cu_seqlens_q, cu_seqlens_k and seqused_k."""
+    """ValueError, with the index at fault, unless the values in tables of lengths are in bounds.
+
+    `tables` holds those that were given of cu_seqlens_q, cu_seqlens_k and seqused_k.
+    """
     if "cu_seqlens_q" in tables:
         lengths = _lengths("cu_seqlens_q", tables["cu_seqlens_q"], specs.q.shape[0])
         _check_each(

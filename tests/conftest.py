@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis profiles, the skip of GPU tests, and the record of what the laws saw (also across xdist workers)."""
+"""Hypothesis profiles, the skip of GPU tests, and the record of what the laws saw (also across
+xdist workers).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from hypothesis import HealthCheck, settings
 
 from rawattn import device
 from rawattn.testing import Record
+from tools import emulator
 
-# Kernels compile on their first call, so no example has a deadline. `ci` draws the same examples every time.
+# Kernels compile on their first call, so no example has a deadline. `ci` draws the same examples
+# every time.
 settings.register_profile(
     "dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -29,26 +33,38 @@ def no_gpu() -> str | None:
     try:
         device.import_cupy()
     except RuntimeError as reason:
-        return str(reason)
+        return f"needs a GPU: {reason}"
     return None
+
+
+# marker: why tests that bear it cannot run here, or None
+NEEDS = {"gpu": no_gpu, "emulator": emulator.available}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write counts and worst errors to FILE, JSON")
+    parser.addoption("--examples", type=int, help="examples a property, in place of the profile's")
 
 
+@pytest.hookimpl(trylast=True)  # after Hypothesis has loaded its profile
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RECORDS] = {}
+    if config.getoption("examples"):
+        settings.register_profile("examples", max_examples=config.getoption("examples"))
+        settings.load_profile("examples")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests need a GPU. The ledger is long, and starts first so that it ends no worker's queue."""
+    """Skips what cannot run here. The ledger is long, and starts first: it ends no worker's
+    queue.
+    """
     items.sort(key=lambda item: item.path.name != "test_ledger.py")
-    reason = no_gpu()
-    if reason is not None:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+    for marker, why_not in NEEDS.items():
+        reason = why_not()
+        if reason is not None:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +99,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:  #
     for name, record in sorted(records.items()):
         worst = ", ".join(f"{output} {ratio:.3f}" for output, ratio in sorted(record.worst.items()))
         terminalreporter.write_line(
-            f"laws on {name}: {record.examples} examples; worst error as a share of its bound: {worst}"
+            f"laws on {name}: {record.examples} examples; worst share of a bound: {worst}"
         )
     target = config.getoption("record")
     if target:

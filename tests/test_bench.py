@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import candidates, check, measure, report, rows, timer
+from bench import candidates, check, host_time, measure, report, rows, timer
 from bench.cases import SUITES, Case, Tensors
 from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
@@ -109,7 +108,7 @@ def test_a_host_that_never_catches_up_is_an_error() -> None:
 # ---- check ---------------------------------------------------------------------------------------
 
 
-def tensors(p: Problem, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_tensors(p: Problem, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = (
         (p.batch, p.max_q, p.q_heads, p.head_dim),
@@ -144,7 +143,7 @@ problems = st.builds(
 @settings(max_examples=30)
 @given(p=problems, seed=st.integers(0, 99), chunk=st.sampled_from([1, 10, 30, 1000]))
 def test_the_big_check_means_what_the_reference_means(p: Problem, seed: int, chunk: int) -> None:
-    q, k, v = tensors(p, seed)
+    q, k, v = random_tensors(p, seed)
     want, _ = reference.attention(q, k, v, mask=p.mask)
     twin, _ = reference.attention(q, k, v, mask=p.mask, rounding=p.dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -232,6 +231,18 @@ def test_the_digest_of_the_sources_sees_kernels_and_python(tmp_path: Path) -> No
     assert len(digests) == 3
 
 
+def test_host_times_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_time, "ROUNDS", 4)
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = host_time.interleaved_host(runs, lambda: order.append("|"))
+    once = ["a" * 100, "b" * 100]
+    assert "".join(order).split("|")[:-1] == [*once, *once[::-1]] * 2
+    assert {len(x) for x in times.values()} == {4}
+    rows.append(tmp_path / "x.csv", [host_time.host_row("call", [1.0, 3.0, 2.0], "")])
+    assert (tmp_path / "x.csv").read_text().splitlines()[1].startswith("call,3,1.4,2.0,2.6,")
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -276,17 +287,46 @@ def test_a_grid_of_variants_labels_what_differs() -> None:
     assert found[1][1] == {"head_dim": 64, "block_m": 64, "q_in_registers": False}
 
 
-def test_launch_scalars_are_exactly_the_fields_of_the_params() -> None:
-    p = replace(SUITE.cases[0].problem, batch=2, max_q=3, max_k=5)
-    q, k, v = tensors(p, 0)
-    lse = np.zeros((p.batch, p.q_heads, p.max_q), np.float32)
-    scalars = candidates._scalars(p, Tensors(q=q, k=k, v=v, out=q, scale=0.5), lse)
-    (launch,) = plan.plan(p, H200, "fwd_sm80").launches
-    struct = registry.params_struct("FwdParams")
-    plain = {name for name, kind in struct._fields_ if kind is not ctypes.c_void_p}
-    assert plain == scalars.keys() | dict(launch.scalars).keys()
-    assert scalars["stride_k_row"] == 2048 and scalars["stride_k_head"] == 64
-    assert scalars["stride_lse_batch"] == 32 * 3 and scalars["stride_lse_head"] == 3
+def test_a_variant_is_launched_with_all_that_a_kernel_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, object] = {}
+
+    class Template:
+        def __init__(self, made: plan.Plan, device: int, scalars: dict[str, float]) -> None:
+            seen.update(scalars, **dict(made.launches[0].scalars))
+
+        def pack(self, pointers: dict[str, int | None]) -> Callable[[], None]:
+            seen.update(pointers)
+            return lambda: seen.update(launched=True)
+
+    monkeypatch.setattr(candidates, "Template", Template)
+    p = replace(SUITE.cases[0].problem, batch=2, max_q=3, max_k=3)
+    q, k, v = random_tensors(p, 0)
+    lse = np.zeros((2, 32, 3), np.float32)
+    t = Tensors(q=q, k=k, v=v, out=q.copy(), lse=lse, scale=0.5)
+    found = candidates.variant_candidate("x", plan.plan(p, H200, "fwd_sm80"), t)
+    fields = {name for name, _ in registry.params_struct("FwdParams")._fields_}
+    assert fields == seen.keys()
+    assert (seen["out"], seen["lse"], seen["sink"]) == (t.out.ctypes.data, lse.ctypes.data, None)
+    assert (seen["scale"], seen["stride_k_row"], seen["stride_lse_batch"]) == (0.5, 2048, 96)
+    assert found.run() is t.out and seen["launched"]
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(right=0), Mask(left=2, right=0, top_left=True), Mask(left=1, right=3)]
+)
+def test_a_prepared_call_states_the_problem_of_its_case(mask: Mask) -> None:
+    p = replace(SUITE.cases[0].problem, batch=2, q_heads=2, kv_heads=1, max_q=5, max_k=6, mask=mask)
+    q, k, v = random_tensors(p, 0)
+    out, lse = np.empty_like(q), np.empty((2, 2, 5), np.float32)
+    t = Tensors(q=q, k=k, v=v, out=out, lse=lse, scale=0.125)
+    found = candidates.prepared_candidate("reference", Case(id="x", problem=p), t)
+    assert found.run() is out
+    assert check.expected(p, q, k, v, scale=0.125).error_ratio(out) <= 1
+    other = Case(id="x", problem=replace(p, max_k=7))
+    with pytest.raises(ValueError, match="x: the call states"):
+        candidates.prepared_candidate("reference", other, t)
 
 
 def test_a_config_in_a_row_can_be_read() -> None:

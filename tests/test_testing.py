@@ -14,8 +14,19 @@ from hypothesis import Phase, given, settings
 
 from rawattn import reference
 from rawattn.problem import Mask
-from rawattn.testing import LAWS, Case, Limits, Op, Record, assert_close, assert_same
-from rawattn.testing import expected, make_inputs, run, tensors
+from rawattn.testing import (
+    LAWS,
+    Case,
+    Limits,
+    Op,
+    Record,
+    assert_close,
+    assert_same,
+    expected,
+    make_inputs,
+    run,
+    tensors,
+)
 from rawattn.testing.cases import MEMORIES
 from rawattn.testing.strategies import problems
 
@@ -65,7 +76,7 @@ def op_of(call: Callable[..., Any]) -> Op:
     return Op(name="toy", call=call, limits=Limits(max_len=40), bitwise=False)
 
 
-# ---- broken kernels: each must be caught by the law named beside it ----------------------------------------------------
+# ---- broken kernels: each must be caught by the law named beside it ------------------------------
 
 
 def changed(**replaced: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
@@ -173,7 +184,7 @@ def test_a_right_kernel_obeys_every_law(law: str) -> None:
     judge(toy, law, 25)
 
 
-# ---- strategies and inputs -------------------------------------------------------------------------------------------
+# ---- strategies and inputs -----------------------------------------------------------------------
 
 
 def drawn(limits: Limits, examples: int) -> list[Case]:
@@ -250,20 +261,19 @@ def test_memories_are_what_they_are_called(memory: str) -> None:
     assert (k[2] > 2**31) == (memory == "odd_ones")
 
 
-# ---- the comparison --------------------------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------------------
 
 CASE = Case(q_lens=(3,), k_lens=(9,), head_dim=32, value_dim=32)
 
 
 def outcome(change: Callable[[np.ndarray, np.ndarray], None]) -> float:
-    """The worst share of its bound that the rounded twin has after a change to it; raises as `assert_close`."""
-    t, record = tensors(CASE), Record()
-    want, twin = expected(t), expected(t, CASE.dtype)
-    got = tuple(
-        x[tuple(map(slice, (1, 3, 1, 32) if x.ndim == 4 else (1, 1, 3)))].copy() for x in twin
-    )
+    """The worst share of its bound that the rounded twin has after a change to it; raises as
+    `assert_close`.
+    """
+    want, record = expected(tensors(CASE)), Record()
+    got = want.twin_out[..., :32].copy(), want.twin_lse.copy()
     change(*got)
-    assert_close(got, want, twin, CASE, record)
+    assert_close(got, want, CASE, record)
     return max(record.worst.values())
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test any attention kernel: cases, inputs with poison and canaries, one comparison, and laws.
 
-`strategies`, which draws cases, needs Hypothesis and is imported apart: `from rawattn.testing.strategies import problems`.
+`strategies`, which draws cases, needs Hypothesis and is imported apart: `from
+rawattn.testing.strategies import problems`.
 """
 
 from rawattn.testing.cases import Case, Limits
 from rawattn.testing.closeness import Record, assert_close, assert_same
 from rawattn.testing.inputs import Inputs, Tensors, make_inputs, place, tensors
-from rawattn.testing.laws import LAWS, Attention, Law, Op, expected, public_op, run
+from rawattn.testing.laws import LAWS, Law
+from rawattn.testing.ops import Attention, Op, expected, public_op, run
 
 __all__ = [
     "LAWS",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `Case` is one attention call that anyone can build again from its repr: shapes, features, memory, data, seed."""
+"""A `Case` is one attention call that anyone can build again from its repr: shapes, features,
+memory, data, seed.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ DATA = (
     "dominant",  # one key far longer than the others
     "equal",  # all scores of a row equal
     "negative_zero",
-    "integers",  # -4 to 4: sums are exact in every storage type
+    "integers",  # keys and values from -4 to 4: their sums are exact in every storage type
 )
 ALIBI = ("none", "heads", "batch")  # no slopes, (Hq,), (B, Hq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Case:
-    """One call. `q_lens` and `k_lens` hold a length a sequence; the rest means what the public arguments mean."""
+    """One call. `q_lens` and `k_lens` hold a length a sequence; the rest means what the public
+    arguments mean.
+    """
 
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one comparison of results. No tolerance is typed: the bound of a row is the rounding error that the reference
-itself makes in it when it computes and stores as a kernel does."""
+"""The one comparison of results. No tolerance is typed: the bound of a row is the rounding error
+that the reference itself makes in it when it computes and stores as a kernel does.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +20,30 @@ Array = NDArray[Any]
 
 @dataclass(kw_only=True)
 class Record:
-    """What the checks of an op have seen: how many ran, and the worst error as a share of its bound."""
+    """What the checks of an op have seen: how many ran, and the worst error as a share of its
+    bound.
+    """
 
     examples: int = 0
     worst: dict[str, float] = field(default_factory=dict)
 
     def saw(self, output: str, ratio: float) -> None:
         self.worst[output] = max(self.worst.get(output, 0.0), ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The float64 reference, its rounded twin, and the sizes that rounding errors scale with.
+
+    `out` and `twin_out` may have more columns than a kernel: samples of the same rounding.
+    """
+
+    out: Array
+    lse: Array
+    twin_out: Array
+    twin_lse: Array
+    values: Array  # as out, one column: the largest sum of weight times |value|
+    terms: Array  # as lse: what is added up to a score and to lse, in absolute values
 
 
 def ulp(x: Array, dtype: str) -> Array:
@@ -35,42 +53,48 @@ def ulp(x: Array, dtype: str) -> Array:
     return np.exp2(exponent) * float(facts.eps)
 
 
-def bound(want: Array, rounded: Array, dtype: str, axes: tuple[int, ...]) -> Array:
-    """2 max |rounded - want| + 2 ulp of the largest |want|, both over a row, which `axes` span."""
-    finite = np.isfinite(want) & np.isfinite(rounded)
-    error = np.abs(np.where(finite, rounded, 0.0) - np.where(finite, want, 0.0))
-    largest = np.abs(np.where(finite, want, 0.0)).max(axis=axes, keepdims=True, initial=0.0)
-    return 2 * error.max(axis=axes, keepdims=True, initial=0.0) + 2 * ulp(largest, dtype)
+def bounds(want: Expected, dtype: str) -> Results:
+    """How far out and lse may be off: 2 max |twin - reference| of the row, and 2 ulp.
+
+    The ulp of out is that of the largest value of its row. The ulp of lse is float32's, of the
+    terms that it is the sum of; so far off may each score be as well, and with it the weights.
+    """
+    noise = 2 * ulp(want.terms, "float32")
+    weights = noise.swapaxes(-1, -2)[..., None]
+    largest = np.abs(want.out).max(axis=-1, keepdims=True, initial=0.0)
+    error = np.abs(want.twin_out - want.out).max(axis=-1, keepdims=True, initial=0.0)
+    finite = np.isfinite(want.lse) & np.isfinite(want.twin_lse)
+    lse_error = np.abs(np.where(finite, want.twin_lse, 0.0) - np.where(finite, want.lse, 0.0))
+    return (
+        2 * error + 2 * ulp(largest, dtype) + 2 * weights * want.values,
+        2 * lse_error.max(axis=-1, keepdims=True, initial=0.0) + noise,
+    )
 
 
-def assert_close(got: Results, want: Results, rounded: Results, case: Case, record: Record) -> None:
-    """Holds out and lse of a kernel to the reference; a row of out is its columns, lse is one row.
+def assert_close(got: Results, want: Expected, case: Case, record: Record) -> None:
+    """Holds out and lse of a kernel to the reference.
 
-    First the positions of inf and NaN must be the same; then |got - want| <= `bound`. `want` and `rounded` may have
-    more heads and columns than `got`: those only help to measure the rounding.
+    First the positions of inf and NaN must be the same; then |got - want| <= `bounds`.
     """
     __tracebackhide__ = True
-    for name, dtype, axes, x, y, z in (
-        ("out", case.dtype, (-1,), got[0], want[0], rounded[0]),
-        ("lse", "float32", (-2, -1), got[1], want[1], rounded[1]),
-    ):
-        limit = bound(y, z, dtype, axes)
-        part = tuple(map(slice, x.shape))
-        y, limit = y[part], np.broadcast_to(limit, y.shape)[part]
+    exact = want.out[..., : case.value_dim], want.lse
+    limits = bounds(want, case.dtype)
+    for name, x, y, limit in zip(("out", "lse"), got, exact, limits, strict=True):
         if x.shape != y.shape:
             raise AssertionError(f"{name}: shape {x.shape}, want {y.shape}; {case!r}")
-        odd = ~(np.isfinite(x) & np.isfinite(y))
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-        error = np.abs(np.where(odd, 0.0, x) - np.where(odd, 0.0, y))
-        ratio = np.where(odd, np.where(same, 0.0, np.inf), error / limit)
-        if ratio.size == 0:
+        if x.size == 0:
             continue
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        finite = np.isfinite(x) & np.isfinite(y)
+        error = np.abs(np.where(finite, x, 0.0) - np.where(finite, y, 0.0))
+        ratio = np.where(finite, error / limit, np.where(same, 0.0, np.inf))
         record.saw(name, float(ratio.max()))
         if ratio.max() > 1:
             worst = np.unravel_index(int(ratio.argmax()), ratio.shape)
             raise AssertionError(
-                f"{name}[{', '.join(map(str, worst))}] = {x[worst]:.9g}, want {y[worst]:.9g} +- {limit[worst]:.3g} "
-                f"(error / bound {ratio[worst]:.3g}; {int((ratio > 1).sum())} of {ratio.size} are outside); {case!r}"
+                f"{name}[{', '.join(map(str, worst))}] = {x[worst]:.9g}, want {y[worst]:.9g} "
+                f"+- {np.broadcast_to(limit, x.shape)[worst]:.3g} (error / bound "
+                f"{ratio[worst]:.3g}; {(ratio > 1).sum()} of {ratio.size} are outside); {case!r}"
             )
 
 
@@ -85,6 +109,6 @@ def assert_same(got: Results, want: Results, case: Case) -> None:
         if differ.any():
             first = tuple(int(i) for i in np.argwhere(differ)[0])
             raise AssertionError(
-                f"{name}[{', '.join(map(str, first))}] = {x[first]:.9g}, want the bits of {y[first]:.9g} "
-                f"({int(differ.sum())} of {differ.size} differ); {case!r}"
+                f"{name}[{', '.join(map(str, first))}] = {x[first]:.9g}, want the bits of "
+                f"{y[first]:.9g} ({int(differ.sum())} of {differ.size} differ); {case!r}"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a `Case` to arrays: poison where nothing may be read, canaries where nothing may be written.
 
-`tensors(case)` gives the logical arrays in NumPy, for the reference; `place(tensors, xp)` lays them out in memory as
-the case says, in NumPy or CuPy, for the kernel. `make_inputs(case, xp)` is both.
+`tensors(case)` gives the logical arrays in NumPy, for the reference; `place(tensors, xp)` lays them
+out in memory as the case says, in NumPy or CuPy, for the kernel. `make_inputs(case, xp)` is both.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _values(case: Case, rng: np.random.Generator, shapes: list[tuple[int, ...]])
         case "negative_zero":
             q, v = q * -0.0, np.where(v > 0, -0.0, v)
         case "integers":
-            q, k, v = (rng.integers(-4, 5, shape).astype(np.float32) for shape in shapes)
+            k, v = (rng.integers(-4, 5, x.shape).astype(np.float32) for x in (k, v))
     return [q, k, v]
 
 
@@ -144,11 +144,13 @@ def _tail_shape(case: Case, index: int) -> tuple[int, int]:
     return heads, case.value_dim if index == 2 else case.head_dim
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def element_strides(shape: tuple[int, ...], memory: str, salt: int) -> tuple[int, tuple[int, ...]]:
-    """Offset and strides, in elements, of an array whose last axis is contiguous; `salt` makes arrays differ."""
+    """Offset and strides, in elements, of an array whose last axis is contiguous; `salt` makes
+    arrays differ.
+    """
     order = list(reversed(range(len(shape))))  # innermost first
     if memory == "transposed" and len(shape) >= 3:
         order[1:3] = order[2:0:-1]  # rows inside heads
@@ -175,7 +177,9 @@ class Placed:
 
     @classmethod
     def of(cls, x: Array, memory: str, salt: int, xp: Any, outside: Any, rows: Any = ...) -> Placed:
-        """`rows` of `x`, laid out in a buffer that holds bytes of `outside` (a uint8) everywhere else."""
+        """`rows` of `x`, laid out in a buffer that holds bytes of `outside` (a uint8) everywhere
+        else.
+        """
         offset, strides = element_strides(x.shape, memory, salt)
         extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True) if n > 1) + 1
         size = offset + (extent if x.size else 0) + MARGIN
@@ -197,7 +201,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a kernel is given: the tensors, placed, and outputs that start as NaN between canaries."""
+    """What a kernel is given: the tensors, placed, and outputs that start as NaN between
+    canaries.
+    """
 
     tensors: Tensors
     q: Placed
@@ -208,7 +214,9 @@ class Inputs:
     xp: Any
 
     def results(self) -> Results:
-        """out and lse in float64, the rows of sequences only. Fails where anything else was written."""
+        """out and lse in float64, the rows of sequences only. Fails where anything else was
+        written.
+        """
         rows = self.tensors.rows
         return self._read("out", self.out, rows), self._read("lse", self.lse, (..., rows))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every attention must obey, as functions of an op and a case. Point them at your own kernel:
 
-op = Op(name="mine", call=my_attention, xp=cupy, limits=Limits(head_dims=(64,), sink=(False,)))
+op = Op(name="op", call=my_attention, xp=cupy, limits=Limits(head_dims=(64,), sink=(False,)))
 
 @given(problems(op.limits & law_matches_reference.limits))
 def test_mine(case):
@@ -10,61 +10,17 @@ def test_mine(case):
 
 from __future__ import annotations
 
-import functools
-import importlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rawattn import reference
-from rawattn.problem import Mask
 from rawattn.testing.cases import Case, Limits
-from rawattn.testing.closeness import Record, assert_close, assert_same
-from rawattn.testing.inputs import Inputs, Results, Tensors, place, tensors
-
-Array = NDArray[Any]
-
-
-class Attention(Protocol):
-    """A kernel: the arguments of `flash_attn_varlen_func`. Without `cu_seqlens_q`, q is dense, (B, Sq, Hq, D)."""
-
-    def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        seqused_k: Any,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float | None,
-        causal: bool | str,
-        window_size: tuple[int, int],
-        softcap: float,
-        alibi_slopes: Any,
-        sink: Any,
-        out: Any,
-        lse: Any,
-    ) -> Any:
-        """Fills `out` (as q, with value_dim columns) and `lse`, float32, (B, Hq, Sq) or (Hq, total_q)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """A kernel under test. `bitwise` promises that a row's bits do not depend on what else is in the batch, nor on
-    strides that leave rows on 16 bytes."""
-
-    name: str  # an expression that builds this op, for repro lines
-    call: Attention
-    xp: Any = np  # where its arrays live: NumPy or CuPy
-    limits: Limits = Limits(dtypes=("float16", "bfloat16"))
-    bitwise: bool = True
-    record: Record = field(default_factory=Record, compare=False)
+from rawattn.testing.closeness import assert_close, assert_same
+from rawattn.testing.inputs import Array, Results, Tensors, tensors
+from rawattn.testing.ops import Op, expected, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,102 +47,15 @@ def law(limits: Limits) -> Callable[[Callable[[Op, Case], None]], Law]:
     return lambda check: Law(check=check, limits=limits)
 
 
-# ---- running an op and the reference ---------------------------------------------------------------------------------
-
-
-def run(op: Op, t: Tensors) -> Results:
-    """out and lse in float64. Fails where the op wrote outside its rows."""
-    inputs: Inputs = place(t, op.xp)
-
-    def move(x: Array | None) -> Any:
-        return None if x is None else op.xp.asarray(x)
-
-    op.call(
-        inputs.q.view,
-        inputs.k.view,
-        inputs.v.view,
-        cu_seqlens_q=move(t.cu_seqlens_q),
-        cu_seqlens_k=move(t.cu_seqlens_k),
-        seqused_k=move(t.seqused_k),
-        max_seqlen_q=t.max_seqlen_q,
-        max_seqlen_k=t.max_seqlen_k,
-        softmax_scale=t.case.scale,
-        causal=t.case.causal,
-        window_size=t.case.window,
-        softcap=t.case.softcap,
-        alibi_slopes=move(t.alibi_slopes),
-        sink=move(t.sink),
-        out=inputs.out.view,
-        lse=inputs.lse.view,
-    )
-    return inputs.results()
-
-
-SAMPLES = 32  # of rounding errors, at least, that make a bound
-
-
-def widened(t: Tensors) -> Tensors:
-    """`t` and, behind its heads and value columns, copies of them with random signs.
-
-    They round alike, so that the bound of a small case is not one of chance: a row of out has `SAMPLES` columns, lse
-    has as many rows.
-    """
-    rng = np.random.default_rng(t.case.seed)
-    heads = -(-SAMPLES // max(1, t.q.size // t.case.head_dim))
-    columns = -(-SAMPLES // t.case.value_dim)
-
-    def signed(x: Array, copies: int, axis: int) -> Array:
-        parts = [
-            x,
-            *(x * rng.choice(np.array([-1, 1], x.dtype), x.shape) for _ in range(copies - 1)),
-        ]
-        return np.concatenate(parts, axis=axis)
-
-    def tiled(x: Array | None) -> Array | None:
-        return None if x is None else np.concatenate([x] * heads, axis=-1)
-
-    return replace(
-        t,
-        q=signed(t.q, heads, -2),
-        k=np.concatenate([t.k] * heads, axis=-2),
-        v=np.concatenate([signed(t.v, columns, -1)] * heads, axis=-2),
-        alibi_slopes=tiled(t.alibi_slopes),
-        sink=tiled(t.sink),
-    )
-
-
-def expected(t: Tensors, rounding: str | None = None) -> Results:
-    """out and lse of the float64 reference, or of its rounded twin, `widened`."""
-    wide = widened(t)
-    exact: type = np.float64 if rounding is None else np.float32
-    out, lse = reference.attention(
-        *(x.astype(exact) for x in (wide.q, wide.k, wide.v)),
-        mask=t.case.mask,
-        scale=t.case.scale,
-        softcap=t.case.softcap,
-        alibi_slopes=wide.alibi_slopes,
-        sink=wide.sink,
-        cu_seqlens_q=t.cu_seqlens_q,
-        cu_seqlens_k=t.cu_seqlens_k,
-        seqused_k=t.seqused_k,
-        rounding=rounding,
-    )
-    return out[t.rows], lse[..., t.rows]
-
-
-def narrowed(results: Results, case: Case) -> Results:
-    """Expected results without the widening."""
-    out, lse = results
-    return out[..., : case.q_heads, : case.value_dim], lse[..., : case.q_heads, :]
-
-
 def agree(op: Op, got: Results, t: Tensors) -> None:
     """Holds results to the reference of `t`."""
-    assert_close(got, expected(t), expected(t, t.case.dtype), t.case, op.record)
+    assert_close(got, expected(t), t.case, op.record)
 
 
 def same(op: Op, got: Results, other: Results, t: Tensors) -> None:
-    """Holds two results of an op to each other, bit for bit where it promises that; `t` gave one of them."""
+    """Holds two results of an op to each other, bit for bit where it promises that; `t` gave one of
+    them.
+    """
     if op.bitwise:
         assert_same(got, other, t.case)
     else:
@@ -195,7 +64,9 @@ def same(op: Op, got: Results, other: Results, t: Tensors) -> None:
 
 
 def repack(t: Tensors, sequences: list[tuple[Array, Array, Array]]) -> Tensors:
-    """Packed tensors with other sequences, each (q, k, v), and the features of `t`; ALiBi is a slope a head."""
+    """Packed tensors with other sequences, each (q, k, v), and the features of `t`; ALiBi is a
+    slope a head.
+    """
     q_lens, k_lens = tuple(len(q) for q, _, _ in sequences), tuple(len(k) for _, k, _ in sequences)
 
     def join(index: int, like: Array) -> Array:
@@ -216,7 +87,7 @@ def repack(t: Tensors, sequences: list[tuple[Array, Array, Array]]) -> Tensors:
     )
 
 
-# ---- the laws --------------------------------------------------------------------------------------------------------
+# ---- the laws ------------------------------------------------------------------------------------
 
 EVERYTHING = Limits()
 ALIGNED = tuple(range(8, 257, 8))  # head dimensions whose rows are multiples of 16 bytes
@@ -293,8 +164,8 @@ def law_order_of_sequences(op: Op, case: Case) -> None:
     parts = t.sequences()
     forward, backward = repack(t, parts), repack(t, parts[::-1])
     (out, lse), (out2, lse2) = run(op, forward), run(op, backward)
-    first = backward.cu_seqlens_q
-    order = [np.arange(a, b) for a, b in zip(first[:-1], first[1:], strict=True)][::-1]
+    first = np.cumsum([0, *backward.case.q_lens])
+    order = [np.arange(a, b) for a, b in itertools.pairwise(first)][::-1]
     rows = np.concatenate([np.empty(0, np.int64), *order]).astype(np.int64)
     same(op, (out2[rows], lse2[..., rows]), (out, lse), forward)
 
@@ -335,9 +206,10 @@ def law_split_and_merge(op: Op, case: Case) -> None:
     cuts = [(q, k, v, len(k) * (case.seed % 5) // 4) for q, k, v in t.sequences()]
     low = repack(t, [(q, k[:n], v[:n]) for q, k, v, n in cuts])
     high = repack(t, [(q, k[n:], v[n:]) for q, k, v, n in cuts])
-    whole = expected(repack(t, t.sequences()))
-    twin = merged(expected(low, case.dtype), expected(high, case.dtype))
-    assert_close(merged(run(op, low), run(op, high)), whole, twin, case, op.record)
+    parts = [expected(low), expected(high)]
+    twin_out, twin_lse = merged(*((x.twin_out, x.twin_lse) for x in parts))
+    want = replace(expected(repack(t, t.sequences())), twin_out=twin_out, twin_lse=twin_lse)
+    assert_close(merged(run(op, low), run(op, high)), want, case, op.record)
 
 
 def merged(*parts: Results) -> Results:
@@ -354,9 +226,9 @@ def law_values_of_one(op: Op, case: Case) -> None:
     ones = replace(t, v=np.where(np.isnan(t.v), t.v, np.array(1, t.v.dtype)))
     out, lse = run(op, ones)
     want = (~np.isneginf(lse)).swapaxes(-1, -2)[..., None] * np.ones_like(out)
-    exact = narrowed(expected(ones), case)
-    twin = narrowed(expected(ones, case.dtype), case)
-    assert_close((out, lse), (want, exact[1]), twin, case, op.record)
+    exact = expected(ones)
+    twin_out = exact.twin_out[..., : case.value_dim]
+    assert_close((out, lse), replace(exact, out=want, twin_out=twin_out), case, op.record)
 
 
 @law(EVERYTHING)
@@ -376,8 +248,11 @@ def law_additive_in_values(op: Op, case: Case) -> None:
     other = replace(t, v=t.v[..., ::-1])
     total = replace(t, v=t.v + other.v)
     (a, lse), (b, _) = run(op, t), run(op, other)
-    (twin_a, twin_lse), (twin_b, _) = expected(t, case.dtype), expected(other, case.dtype)
-    assert_close((a + b, lse), expected(total), (twin_a + twin_b, twin_lse), case, op.record)
+    x, y = expected(t), expected(other)
+    want = replace(
+        x, out=expected(total).out, twin_out=x.twin_out + y.twin_out, values=x.values + y.values
+    )
+    assert_close((a + b, lse), want, case, op.record)
 
 
 @law(Limits(sink=(False,), softcap=False, data=("integers",)))
@@ -388,12 +263,16 @@ def law_shift_of_keys(op: Op, case: Case) -> None:
     shifted = replace(t, k=t.k + u.astype(t.k.dtype))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
 
-    def unshifted(results: Results, q: Array) -> Results:
-        added = scale * (q.astype(np.float64) @ u).swapaxes(-1, -2)
-        return results[0], results[1] - added[..., t.rows]
-
-    twin = unshifted(expected(shifted, case.dtype), widened(t).q)
-    assert_close(unshifted(run(op, shifted), t.q), expected(t), twin, case, op.record)
+    added = scale * (t.q.astype(np.float64) @ u).swapaxes(-1, -2)[..., t.rows]
+    out, lse = run(op, shifted)
+    want, twin = expected(t), expected(shifted)
+    want = replace(
+        want,
+        twin_out=twin.twin_out,
+        twin_lse=twin.twin_lse - added,
+        terms=twin.terms,
+    )
+    assert_close((out, lse - added), want, case, op.record)
 
 
 @law(EVERYTHING)
@@ -401,7 +280,7 @@ def law_empty_rows(op: Op, case: Case) -> None:
     """A row without keys has out exactly 0, and lse -inf or the sink."""
     t = tensors(case)
     out, lse = run(op, t)
-    empty = np.isneginf(narrowed(expected(replace(t, sink=None)), case)[1])
+    empty = np.isneginf(expected(replace(t, sink=None)).lse)
     assert (out[empty.swapaxes(-1, -2)] == 0).all(), "out of a row without keys is not 0"
     if t.sink is None:
         assert np.array_equal(np.isneginf(lse), empty), (
@@ -413,7 +292,9 @@ def law_empty_rows(op: Op, case: Case) -> None:
 
 @law(Limits(causal=(False,), windows=False))
 def law_wide_window_is_no_window(op: Op, case: Case) -> None:
-    """A window of at least S - 1 on both sides gives the bits of none; causal is a window of 0 to the right."""
+    """A window of at least S - 1 on both sides gives the bits of none; causal is a window of 0 to
+    the right.
+    """
     t = tensors(case)
     longest = max(0, max(case.q_lens + case.k_lens, default=0) - 1)
     wide = replace(t, case=replace(case, window=(longest, longest)))
@@ -424,30 +305,3 @@ def law_wide_window_is_no_window(op: Op, case: Case) -> None:
 
 
 LAWS: tuple[Law, ...] = tuple(x for x in list(globals().values()) if isinstance(x, Law))
-
-
-# ---- the public API as an op -----------------------------------------------------------------------------------------
-
-
-def _public(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any = None, **arguments: Any) -> Any:
-    from rawattn import dense
-
-    arguments["return_lse"] = True
-    if cu_seqlens_q is not None:
-        return dense.flash_attn_varlen_func(q, k, v, cu_seqlens_q, **arguments)
-    for name in ("cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"):
-        del arguments[name]
-    return dense.flash_attn_func(q, k, v, **arguments)
-
-
-@functools.cache
-def public_op(module: str, backend: str | None = None) -> Op:
-    """`rawattn.flash_attn_func` and `flash_attn_varlen_func` on arrays of "numpy" or "cupy"."""
-    on_host = module == "numpy"
-    return Op(
-        name=f"public_op({module!r})",
-        call=functools.partial(_public, backend=backend),
-        xp=importlib.import_module(module),
-        limits=Limits() if on_host else Limits(dtypes=("float16", "bfloat16")),
-        bitwise=not on_host,
-    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies: cases for kernels, problems for the planner. They draw shapes and seeds, never elements."""
+"""Hypothesis strategies: cases for kernels, problems for the planner. They draw shapes and seeds,
+never elements.
+"""
 
 from __future__ import annotations
 

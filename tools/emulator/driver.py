@@ -2,7 +2,8 @@
 """Compiles a generated unit with g++ and runs one of its kernels on NumPy arrays.
 
 A unit and every header it includes become one C++ file, with ``#line`` marks that keep the sources' own line numbers.
-Two declarations change on the way, because C++ has no words for them: ``__shared__`` and ``extern __shared__``.
+Three declarations change on the way, because C++ has no words for them: ``__shared__``, ``extern __shared__``, and
+parameters that are ``__grid_constant__``, which become references.
 ``ptx_*.cuh`` is taken from ``include/`` here and not from the kernel folder: that is the whole seam.
 """
 
@@ -14,11 +15,13 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +35,6 @@ UNIT_FLAGS = (
     "-fsanitize=thread,alignment,bounds",
     "--param=tsan-instrument-func-entry-exit=0",
     "--param=tsan-distinguish-volatile=1",
-    "-ftrivial-auto-var-init=pattern",
     "-fno-strict-aliasing",
     "-fwrapv",
     "-fno-exceptions",
@@ -41,7 +43,7 @@ UNIT_FLAGS = (
     "-Wno-psabi",
     "-Werror=return-type",
 )
-RUNTIME_SOURCES = ("runtime.cpp", "warp.cpp")
+RUNTIME_SOURCES = ("launch.cpp", "runtime.cpp", "memory.cpp", "warp.cpp", "bulk.cpp", "wgmma.cpp")
 
 
 class EmulatorError(Exception):
@@ -67,27 +69,31 @@ def cache_folder() -> Path:
 # ---- Source: one file out of a unit and its include closure ----
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
-_ALIGN = r"(?:(?:__align__|alignas)\((?P<{0}>[^()]+)\)\s*)?"
-_DYNAMIC = re.compile(
-    r"extern\s+" + _ALIGN.format("a") + r"__shared__\s+" + _ALIGN.format("b") + r"(?P<type>[\w:<>, ]+?)\s+(?P<name>\w+)\s*\[\s*\]\s*;"
-)
-_STATIC = re.compile(
-    r"(?<!extern )(?:static\s+)?"
-    + _ALIGN.format("a")
-    + r"__shared__\s+"
-    + _ALIGN.format("b")
-    + r"(?P<type>[\w:<>, ]+?)\s+(?P<name>\w+)\s*(?P<dims>(?:\[[^\]]*\])*)\s*;"
-)
+_ALIGN = r"(?:(?:__align__|alignas)\((?P<{}>[^()]+)\)\s*)?"
+_TYPE = r"(?P<type>[\w:]+(?:<[^;=]*>)?(?:\s+[\w:]+)*?)"
+_DIMENSIONS = r"(?:\s*\[[^\]]*\])*"
+_SHARED = _ALIGN.format("before") + r"__shared__\s+" + _ALIGN.format("behind") + _TYPE
+_DYNAMIC = re.compile(rf"extern\s+{_SHARED}\s+(?P<name>\w+)\s*\[\s*\]\s*;")
+_STATIC = re.compile(rf"(?:static\s+)?{_SHARED}\s+(?P<names>\w+{_DIMENSIONS}(?:\s*,\s*\w+{_DIMENSIONS})*)\s*;")
+_CONSTANT = re.compile(r"const\s+__grid_constant__\s+(\w+)\s+(\w+)")
 
 
 def translate(line: str, key: int) -> str:
-    """One source line, with its shared-memory declarations in C++ words; `key` makes static ones distinct."""
-    line = _DYNAMIC.sub(
-        lambda m: f"{m['type']}* const {m['name']} = emu::dynamic_shared<{m['type']}, {m['a'] or m['b'] or 16}>();", line
-    )
-    return _STATIC.sub(
-        lambda m: f"auto& {m['name']} = emu::static_shared<{key}, {m['type']}{m['dims']}, {m['a'] or m['b'] or 1}>();", line
-    )
+    """One source line, with CUDA's declarations in C++ words; `key` makes those of static shared memory distinct."""
+    line = _CONSTANT.sub(r"const \1& \2", line)
+
+    def dynamic(m: re.Match[str]) -> str:
+        return f"{m['type']}* const {m['name']} = emu::dynamic_shared<{m['type']}, {m['before'] or m['behind'] or 16}>();"
+
+    def static(m: re.Match[str]) -> str:
+        declared = []
+        for number, declarator in enumerate(m["names"].split(",")):
+            name, brackets, dimensions = declarator.strip().partition("[")
+            where = f"{key * 16 + number}, {m['type']}{brackets}{dimensions}, {m['before'] or m['behind'] or 1}"
+            declared.append(f"auto& {name.strip()} = emu::static_shared<{where}>();")
+        return " ".join(declared)
+
+    return _STATIC.sub(static, _DYNAMIC.sub(dynamic, line))
 
 
 def expand(text: str, folders: Sequence[Path], name: str = "unit.cu") -> str:
@@ -145,7 +151,7 @@ def _compile(*arguments: object) -> None:
 @functools.cache
 def _runtime() -> list[Path]:
     """The runtime's objects."""
-    shared = [p.read_text() for p in (HERE / "runtime.hpp", HERE / "include" / "convert.hpp")]
+    shared = [p.read_text() for p in (HERE / "runtime.hpp", HERE / "switch.hpp", HERE / "include" / "convert.hpp")]
     objects = []
     for source in RUNTIME_SOURCES:
         path = HERE / source
@@ -287,6 +293,71 @@ def run(
     )
     if library.emu_launch(ctypes.byref(launch)) != 0:
         raise EmulatorError(_with_lines(error.value.decode(), library._name) + f"\n(seed {seed})")
+
+
+SWIZZLES = (0, 32, 64, 128)  # bytes
+ELEMENTS = {  # as CUtensorMapDataType
+    np.dtype(np.uint8): 0,
+    np.dtype(np.uint16): 1,
+    np.dtype(np.uint32): 2,
+    np.dtype(np.int32): 3,
+    np.dtype(np.float16): 6,
+    np.dtype(np.float32): 7,
+    np.dtype(ml_dtypes.bfloat16): 9,
+    np.dtype(ml_dtypes.float8_e4m3fn): 0,
+}
+
+
+def tensor_map(array: np.ndarray, box: Sequence[int], *, swizzle: int = 0) -> bytes:
+    """The 128 bytes that a kernel of the emulator takes for a CUtensorMap of `array`, whose last axis is innermost.
+
+    ``box`` is given in the order of the axes. Raises ValueError where cuTensorMapEncodeTiled would refuse.
+    """
+    rank = array.ndim
+    strides = array.strides[::-1]
+    inner = box[-1] * array.itemsize
+    refusals = (
+        (array.dtype not in ELEMENTS, f"dtype {array.dtype}"),
+        (not 1 <= rank <= 5 or len(box) != rank, f"{rank} axes, box of {len(box)}"),
+        (array.ctypes.data % 16 != 0, f"address {array.ctypes.data:#x}: accepted are multiples of 16"),
+        (strides[0] != array.itemsize, f"innermost stride {strides[0]} bytes: accepted is {array.itemsize}"),
+        (any(s % 16 or not 0 <= s < 1 << 40 for s in strides[1:]), f"strides {strides}: accepted are multiples of 16"),
+        (any(not 1 <= b <= 256 for b in box), f"box {tuple(box)}: accepted are 1 to 256"),
+        (any(n < 1 for n in array.shape), f"shape {array.shape}: accepted are 1 and more"),
+        (inner % 16 != 0, f"{inner} bytes of a row of the box: accepted are multiples of 16"),
+        (swizzle not in SWIZZLES, f"swizzle {swizzle}: accepted are {SWIZZLES}"),
+        (swizzle != 0 and inner != swizzle, f"{inner} bytes of a row of the box with swizzle {swizzle}"),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise ValueError(f"tensor map: {why}")
+    pad = (0,) * (5 - rank)
+    return struct.pack(
+        "<QQ5I5I5Q4B",
+        0x70616D20756D6520,
+        array.ctypes.data,
+        *(*array.shape[::-1], *pad),
+        *(*tuple(box)[::-1], *pad),
+        *(*strides, *pad),
+        rank,
+        ELEMENTS[array.dtype],
+        array.itemsize,
+        SWIZZLES.index(swizzle),
+    ).ljust(128, b"\0")
+
+
+def pack(*values: np.ndarray | int | float | bytes) -> bytes:
+    """A by-value struct of pointers (arrays), int, float, and members that are bytes already, such as tensor maps."""
+    data = b""
+    for value in values:
+        if isinstance(value, bytes):
+            part, align = value, 64 if len(value) % 64 == 0 else 4
+        elif isinstance(value, np.ndarray):
+            part, align = struct.pack("Q", value.ctypes.data), 8
+        else:
+            part, align = struct.pack("f" if isinstance(value, float) else "i", value), 4
+        data += bytes(-len(data) % align) + part
+    return data
 
 
 @functools.cache

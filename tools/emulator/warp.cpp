@@ -4,15 +4,6 @@
 
 namespace emu {
 
-template <class T>
-static T& operands(Warp& warp, u32 lane) {
-  return *static_cast<T*>(warp.lane[lane].call.data);
-}
-template <class F>
-static void for_lanes(u32 mask, F&& f) {
-  for (; mask != 0; mask &= mask - 1) f(u32(__builtin_ctz(mask)));
-}
-
 // ---- Shuffles, votes, reductions ----
 void sync_warp(u32 mask) {
   EMU_HERE();
@@ -99,6 +90,7 @@ static void land(Thread& thread, const Copy& copy) {
   std::memcpy(dst, copy.src, copy.bytes);
   std::memset(dst + copy.bytes, 0, copy.width - copy.bytes);
   for (u32 i = 0; i < copy.width; i += 4) block.in_flight[(copy.dst + i) / 4] = 0;
+  note_write(thread, block, copy.dst, copy.width);
 }
 
 void land_copies(Thread& thread) {
@@ -106,13 +98,6 @@ void land_copies(Thread& thread) {
   const u32 i = machine.random.below(u32(thread.copies.size()));
   land(thread, thread.copies[i]);
   thread.copies.erase(thread.copies.begin() + i);
-}
-
-void fail_in_flight(const Thread& thread, u32 copy, u32 address, const char* what) {
-  fail(thread,
-       "%s at shared address 0x%x (dynamic + %lld), where a copy issued by thread %u of the block is still under way: "
-       "it has not been waited for, or not by every thread and followed by a barrier",
-       what, address, static_cast<long long>(address) - machine.dynamic_base, copy - 1);
 }
 
 void copy_async(u32 dst, const void* src, int bytes, int width) {
@@ -123,7 +108,7 @@ void copy_async(u32 dst, const void* src, int bytes, int width) {
   u8* to = shared(self, dst, width, width, "cp.async destination");
   if (bytes > 0) global(self, src, bytes, 1, false, "cp.async source");
   if (u64(src) % width != 0) fail(self, "cp.async: source %p is not a multiple of %d", src, width);
-  const Copy copy{dst, self.copy_group, 0, u8(bytes), u8(width), static_cast<const u8*>(src)};
+  const Copy copy{dst, self.copy_group, u8(bytes), u8(width), static_cast<const u8*>(src)};
   if (machine.policy.landing == Landing::at_once) return land(self, copy);
   std::memset(to, kPoison, width);
   for (int i = 0; i < width; i += 4) block.in_flight[(dst + i) / 4] = 1 + self.warp->index * 32 + self.lane;
@@ -163,6 +148,30 @@ void load_matrix(u32* r, u32 src, int count, bool transposed) {
         const u32 a = lane / 4, b = 2 * (lane % 4);
         operands<MatrixCall>(warp, lane).r[m] =
             transposed ? rows[b][a] | u32(rows[b + 1][a]) << 16 : rows[a][b] | u32(rows[a][b + 1]) << 16;
+      }
+    }
+    return State::ready;
+  });
+}
+
+void store_matrix(u32 dst, const u32* r, bool transposed) {
+  EMU_HERE();
+  MatrixCall call{const_cast<u32*>(r), dst};
+  collective({transposed ? "stmatrix.trans" : "stmatrix", ~0u, 4, &call}, [](Warp& warp, u32) {
+    const Call& first = warp.lane[0].call;
+    const bool transposed = first.name[8] != 0;
+    for (u32 m = 0; m < first.key; ++m) {
+      u16* rows[8];
+      for (u32 i = 0; i < 8; ++i) {
+        const Thread& thread = warp.lane[8 * m + i];
+        const u32 address = operands<MatrixCall>(warp, 8 * m + i).address;
+        rows[i] = reinterpret_cast<u16*>(shared(thread, address, 16, 16, first.name));
+        note_write(thread, *warp.block, address, 16);
+      }
+      for (u32 lane = 0; lane < 32; ++lane) {
+        const u32 a = lane / 4, b = 2 * (lane % 4), pair = operands<MatrixCall>(warp, lane).r[m];
+        (transposed ? rows[b][a] : rows[a][b]) = u16(pair);
+        (transposed ? rows[b + 1][a] : rows[a][b + 1]) = u16(pair >> 16);
       }
     }
     return State::ready;

@@ -88,7 +88,9 @@ template <class T, unsigned kAlign = 16>
 inline T* dynamic_shared() { return reinterpret_cast<T*>(dynamic_memory() + 0 * dynamic_align<kAlign>); }
 
 template <class P>
-inline void call(void (*kernel)(P), const void* params) { kernel(*static_cast<const P*>(params)); }
+inline void call(void (*kernel)(P), const void* params) {
+  kernel(*static_cast<const std::remove_cvref_t<P>*>(params));
+}
 
 }  // namespace emu
 

@@ -6,6 +6,7 @@
 namespace emu {
 
 unsigned shared_address(const void* pointer);
+void barrier_sync(unsigned id, unsigned threads);
 void copy_async(unsigned dst, const void* src, int bytes, int width);
 void copy_async_commit();
 void copy_async_wait(int pending);
@@ -19,6 +20,8 @@ namespace ptx {
 inline unsigned shared_address(const void* pointer) { return emu::shared_address(pointer); }
 
 inline int opaque(int x) { return x; }
+
+inline void bar_sync(int barrier, int threads) { emu::barrier_sync(barrier, threads); }
 
 inline void cp_async_16(unsigned dst, const void* src, int bytes) { emu::copy_async(dst, src, bytes, 16); }
 inline void cp_async_4(unsigned dst, const void* src, int bytes) { emu::copy_async(dst, src, bytes, 4); }

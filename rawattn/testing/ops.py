@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An `Op` is a kernel under test; `run` gives what it computes, `expected` what it should."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rawattn import reference
+from rawattn.testing.cases import Limits
+from rawattn.testing.closeness import Expected, Record
+from rawattn.testing.inputs import Array, Inputs, Results, Tensors, place
+
+SAMPLES = 32  # of rounding errors, at least, that make the bound of a row of out
+
+
+class Attention(Protocol):
+    """A kernel: the arguments of `flash_attn_varlen_func`. Without `cu_seqlens_q`, q is dense, (B,
+    Sq, Hq, D).
+    """
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        seqused_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None,
+        causal: bool | str,
+        window_size: tuple[int, int],
+        softcap: float,
+        alibi_slopes: Any,
+        sink: Any,
+        out: Any,
+        lse: Any,
+    ) -> Any:
+        """Fills `out` (as q, with value_dim columns) and `lse`, float32, (B, Hq, Sq) or (Hq,
+        total_q).
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A kernel under test. `bitwise` promises that a row's bits do not depend on what else is in
+    the batch, nor on strides that leave rows on 16 bytes.
+    """
+
+    name: str  # an expression that builds this op, for repro lines
+    call: Attention
+    xp: Any = np  # where its arrays live: NumPy or CuPy
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    bitwise: bool = True
+    record: Record = field(default_factory=Record, compare=False)
+
+
+# ---- running an op and the reference -------------------------------------------------------------
+
+
+def run(op: Op, t: Tensors) -> Results:
+    """out and lse in float64. Fails where the op wrote outside its rows."""
+    inputs: Inputs = place(t, op.xp)
+
+    def move(x: Array | None) -> Any:
+        return None if x is None else op.xp.asarray(np.ascontiguousarray(x))
+
+    op.call(
+        inputs.q.view,
+        inputs.k.view,
+        inputs.v.view,
+        cu_seqlens_q=move(t.cu_seqlens_q),
+        cu_seqlens_k=move(t.cu_seqlens_k),
+        seqused_k=move(t.seqused_k),
+        max_seqlen_q=t.max_seqlen_q,
+        max_seqlen_k=t.max_seqlen_k,
+        softmax_scale=t.case.scale,
+        causal=t.case.causal,
+        window_size=t.case.window,
+        softcap=t.case.softcap,
+        alibi_slopes=move(t.alibi_slopes),
+        sink=move(t.sink),
+        out=inputs.out.view,
+        lse=inputs.lse.view,
+    )
+    return inputs.results()
+
+
+def expected(t: Tensors) -> Expected:
+    """What an op should give, and what its bounds are made of.
+
+    A narrow v is given more columns, its own with random signs: they round alike, and so the bound
+    of a row of one column is not one of chance.
+    """
+    copies = -(-SAMPLES // t.case.value_dim)
+    signs = np.random.default_rng(t.case.seed).choice(
+        np.array([-1, 1], t.v.dtype), (copies - 1, *t.v.shape)
+    )
+    v = np.concatenate([t.v, *(signs * t.v)], axis=-1)
+    out, lse = _reference(t, t.q, t.k, np.concatenate([v, np.abs(t.v)], axis=-1), np.float64)
+    twin_out, twin_lse = _reference(t, t.q, t.k, v, np.float32, rounding=t.case.dtype)
+    scale = None if t.case.scale is None else abs(t.case.scale)
+    plain = replace(t, alibi_slopes=None, sink=None, case=replace(t.case, softcap=0.0, scale=scale))
+    terms = _reference(plain, np.abs(t.q), np.abs(t.k), t.v[..., :1], np.float64)[1]
+    return Expected(
+        out=out[..., : v.shape[-1]],
+        lse=lse,
+        twin_out=twin_out,
+        twin_lse=twin_lse,
+        values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
+        terms=np.where(np.isfinite(terms), terms, 0.0) + np.where(np.isfinite(lse), abs(lse), 0.0),
+    )
+
+
+def _reference(
+    t: Tensors, q: Array, k: Array, v: Array, compute: type, rounding: str | None = None
+) -> Results:
+    out, lse = reference.attention(
+        *(x.astype(compute) for x in (q, k, v)),
+        mask=t.case.mask,
+        scale=t.case.scale,
+        softcap=t.case.softcap,
+        alibi_slopes=t.alibi_slopes,
+        sink=t.sink,
+        cu_seqlens_q=t.cu_seqlens_q,
+        cu_seqlens_k=t.cu_seqlens_k,
+        seqused_k=t.seqused_k,
+        rounding=rounding,
+    )
+    return out[t.rows], lse[..., t.rows]
+
+
+# ---- the public API as an op ---------------------------------------------------------------------
+
+
+def _public(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any = None, **arguments: Any) -> Any:
+    from rawattn import dense
+
+    arguments["return_lse"] = True
+    if cu_seqlens_q is not None:
+        return dense.flash_attn_varlen_func(q, k, v, cu_seqlens_q, **arguments)
+    for name in ("cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"):
+        del arguments[name]
+    return dense.flash_attn_func(q, k, v, **arguments)
+
+
+@functools.cache
+def public_op(module: str, backend: str | None = None) -> Op:
+    """`rawattn.flash_attn_func` and `flash_attn_varlen_func` on arrays of "numpy" or "cupy"."""
+    on_host = module == "numpy"
+    return Op(
+        name=f"public_op({module!r})",
+        call=functools.partial(_public, backend=backend),
+        xp=importlib.import_module(module),
+        limits=Limits() if on_host else Limits(dtypes=("float16", "bfloat16")),
+        bitwise=not on_host,
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call flows down one list of files, and importing the package costs next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import rawattn
+from rawattn import dense
+
+PACKAGE = Path(rawattn.__file__).parent
+FILES = sorted(PACKAGE.glob("*.py"))
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Dotted names that the import statements of a tree name."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def at_import(path: Path) -> set[str]:
+    """Modules of the package that are imported when a file is."""
+    body = ast.parse(path.read_text()).body
+    statements = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    found = imports(ast.Module(body=statements, type_ignores=[]))
+    return {name for name in (f.stem for f in FILES) if f"rawattn.{name}" in found}
+
+
+def test_imports_form_a_dag() -> None:
+    graph = {path.stem: at_import(path) for path in FILES}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order.index("problem") < order.index("plan") < order.index("launch")
+    assert order.index("launch") < order.index("forward") < order.index("dense")
+
+
+def test_one_file_imports_cupy_and_none_imports_torch() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        packages = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        assert "torch" not in packages, path
+        assert "cupy" not in packages or path == PACKAGE / "device.py", path
+
+
+def test_import_is_fast_and_light() -> None:
+    script = """
+import sys, time
+start = time.perf_counter()
+import rawattn
+seconds = time.perf_counter() - start
+print(seconds, sorted({"cupy", "torch", "numpy"} & set(sys.modules)))
+"""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=PACKAGE.parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split(maxsplit=1)
+        for _ in range(3)
+    ]
+    assert {loaded.strip() for _, loaded in runs} == {"[]"}
+    assert min(float(seconds) for seconds, _ in runs) < 0.1
+
+
+def test_public_names_load() -> None:
+    assert dir(rawattn) == rawattn.__all__
+    for name in rawattn.__all__:
+        assert getattr(rawattn, name) is not None
+    try:
+        rawattn.flash_attention  # noqa: B018
+    except AttributeError as error:
+        assert "flash_attention" in str(error)
+    else:
+        raise AssertionError("an unknown name must not load")
+
+
+def test_examples_in_docstrings() -> None:
+    found = doctest.testmod(dense)
+    assert found.attempted > 10 and found.failed == 0

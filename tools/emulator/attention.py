@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans on the emulator: the very `Plan` that a GPU would run, on NumPy arrays."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rawattn import compile, forward, registry
+from rawattn.device import Device
+from rawattn.plan import Plan, plan
+from rawattn.request import Arrays, Options, plain, problem_of
+from rawattn.testing import Limits, Op
+from tools.emulator.driver import EmulatorError, run
+
+# What keeps the number of configs, each of which g++ takes seconds for, and the time of a case small.
+LIMITS = Limits(
+    dtypes=("float16", "bfloat16"), head_dims=(40, 64), max_len=150, max_heads=4, max_batch=3
+)
+
+
+def run_plan(
+    plan: Plan,
+    scalars: Mapping[str, float],
+    arrays: Mapping[str, np.ndarray | None],
+    seed: int,
+    *,
+    kernels: Path | None = None,
+) -> None:
+    """Runs the launches of `plan`. `arrays` are the pointers of its Params by field, `scalars` the
+    fields that the plan does not decide. Only `out` and `lse` may be written. `kernels` is the
+    folder of the sources, where it is another than the package's. Raises EmulatorError.
+    """
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
+        if name not in ("out", "lse"):
+            given[name] = array.view()
+            given[name].flags.writeable = False
+    for launch in plan.launches:
+        kernel = registry.KERNELS[launch.kernel]
+        pointers = {name: array.ctypes.data for name, array in given.items()}
+        struct = registry.params_struct(kernel.params)
+        run(
+            compile.unit(kernel, launch.config),
+            compile.entry_name(kernel),
+            bytes(struct(**scalars, **dict(launch.scalars), **pointers)),
+            launch.grid,
+            launch.config.threads,
+            launch.config.smem_bytes,
+            list(given.values()),
+            seed,
+            folders=(kernels or registry.cuda_folder(),),
+        )
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    out: np.ndarray,
+    lse: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    cu_seqlens_k: np.ndarray | None = None,
+    seqused_k: np.ndarray | None = None,
+    alibi_slopes: np.ndarray | None = None,
+    sink: np.ndarray | None = None,
+    device: str = "H200",
+    seeds: int | Sequence[int] = 2,
+    kernels: Path | None = None,
+    **options: Any,
+) -> None:
+    """`flash_attn_varlen_func`, or without `cu_seqlens_q` `flash_attn_func`, as `device` would run
+    it. `options` are those of `request.Options`.
+
+    It runs once for each of `seeds`, or for so many that are drawn from the call; the results must
+    have the same bits.
+    """
+    arrays = Arrays(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    if cu_seqlens_q is None:
+        options |= {"max_seqlen_q": None, "max_seqlen_k": None}
+    call = plain(Options(return_lse=True, **options))
+    views = forward._views(arrays, None)
+    specs = Arrays(*[x and x.spec for x in views])
+    problem = problem_of(specs, call)
+    scale = problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale
+    chosen = plan(problem, Device.named(device), call.backend)
+    scalars = forward._scalars(specs, problem, scale, float(call.softcap))
+    fields = dict(zip(Arrays._fields, [x and x.array for x in views], strict=True))
+    if isinstance(seeds, int):
+        keys = np.ascontiguousarray(k).view(np.uint8)
+        first = zlib.crc32(keys, zlib.crc32(repr(problem).encode()))
+        seeds = range(first, first + seeds)
+    results = set()
+    for seed in seeds:
+        run_plan(chosen, scalars, fields, seed, kernels=kernels)
+        results.add((out.tobytes(), lse.tobytes()))
+    if len(results) > 1:
+        raise EmulatorError(f"seeds {list(seeds)} give different results")
+
+
+def emulator_op() -> Op:
+    """The kernels that an H200 would run, for the laws."""
+    return Op(name="emulator_op()", call=attention, xp=np, limits=LIMITS)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All tests that need a GPU, and the record of them, tests/gpu_record.json.
+
+    python -m tools.gpu_tests                       everything
+    python -m tools.gpu_tests --laws 3000           one part: --pytest, --laws N, --sanitizer
+    python -m tools.gpu_tests --check               does the record belong to the current sources?
+
+Parts that run on the same sources and GPU add up in one record. It is also copied to the folder
+$OUT, if there is one. Every Config of the GPU is compiled first, on all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests" / "gpu_record.json"
+LAUNCH_CODE = ("plan", "launch", "compile", "registry")
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZER_SECONDS = 240  # for one tool
+
+Record = dict[str, Any]
+
+
+# ---- does the record belong to the sources? ------------------------------------------------------
+
+
+def sources_digest() -> str:
+    """A digest of the kernels and of the code that plans, compiles and launches them."""
+    digest = hashlib.sha256()
+    files = [*(ROOT / "cuda").glob("*.cu*"), *(ROOT / "rawattn" / f"{n}.py" for n in LAUNCH_CODE)]
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def load() -> Record:
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+
+
+def status() -> str:
+    """One line: whether the record was made with the current sources, and what it holds."""
+    record = load()
+    if not record:
+        return "GPU record: there is none; `make gpu-record` on a machine with a GPU writes it"
+    found = "matches the current sources"
+    if record["sources"] != sources_digest():
+        found = f"is of OTHER sources ({record['sources']}, not {sources_digest()})"
+    tests, laws = record.get("pytest", {}), record.get("laws", {})
+    sanitizer = ", ".join(f"{k} {v}" for k, v in record.get("sanitizer", {}).items())
+    return (
+        f"GPU record: {found}. {record['gpu']}, {record['date']}: "
+        f"{tests.get('passed', 0)} tests passed, {tests.get('failed', 0)} failed; "
+        f"{laws.get('examples', 0)} examples of laws, {laws.get('failed', 0)} laws failed; "
+        f"sanitizer: {sanitizer or 'not run'}"
+    )
+
+
+# ---- the parts -----------------------------------------------------------------------------------
+
+
+def machine() -> Record:
+    """Who ran the tests, with what."""
+    from rawattn.device import Device
+    from tools.ledger import nvrtc_version
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    cupy = [d for d in ("cupy-cuda12x", "cupy-cuda13x") if _version(d)]
+    packages = ("numpy", "ml_dtypes", "hypothesis", "cuda-bindings", *cupy)
+    return {
+        "gpu": Device.current().name,
+        "driver": driver.split("\n")[0].strip(),
+        "nvrtc": nvrtc_version(),
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in packages},
+        "sources": sources_digest(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compile_all() -> None:
+    """Fills the kernel cache for this GPU."""
+    from rawattn.device import Device
+    from tools import ledger
+
+    start = time.perf_counter()
+    workers = min(16, os.cpu_count() or 1)
+    rows = list(ledger.measure_all([Device.current().arch], workers))
+    print(f"{len(rows)} kernels ready in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def pytest(*arguments: str) -> Record:
+    """Runs pytest; what `--record` wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "record.json"
+        # pytest-benchmark, where it is installed, warns of xdist, and warnings are errors.
+        command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-q", f"--record={file}"]
+        one_thread = {
+            **os.environ,
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # of BLAS: the workers share the cores
+        start = time.perf_counter()
+        code = subprocess.run(
+            [*command, *arguments], cwd=ROOT, env=one_thread, check=False
+        ).returncode
+        record = json.loads(file.read_text()) if file.is_file() else {"failed": 1, "laws": {}}
+    if code and not record["failed"]:
+        record["failed"] = 1
+    return {**record, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def run_pytest() -> Record:
+    """Every GPU test but the laws, one after the other: some of them measure time."""
+    record = pytest("-m", "gpu", "--ignore=tests/test_laws.py")
+    return {key: record.get(key, 0) for key in ("passed", "failed", "skipped", "seconds")}
+
+
+def run_laws(examples: int) -> Record:
+    """The laws on CuPy arrays, at least `examples` in all."""
+    from rawattn.testing import LAWS
+
+    each = math.ceil(examples / len(LAWS))
+    workers = str(min(8, os.cpu_count() or 1))
+    spread = ("-n", workers, "--dist", "worksteal")
+    record = pytest("tests/test_laws.py", "-k", "cuda", f"--examples={each}", *spread)
+    seen = record["laws"].get("cuda", {"examples": 0, "worst": {}})
+    return {
+        "examples": seen["examples"],
+        "laws": record.get("passed", 0),
+        "failed": record["failed"],
+        "worst_error_of_bound": {k: round(v, 4) for k, v in sorted(seen["worst"].items())},
+        "seconds": record["seconds"],
+    }
+
+
+def run_sanitizer() -> Record:
+    """A summary line a tool of compute-sanitizer, over the cases of tools/sanitizer_cases.py."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    return {tool: _sanitize(program, tool) for tool in SANITIZERS}
+
+
+def _sanitize(program: str, tool: str) -> str:
+    cases = [sys.executable, "-m", "tools.sanitizer_cases"]
+    try:
+        done = subprocess.run(
+            [program, "--tool", tool, "--error-exitcode", "9", *cases],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=SANITIZER_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"did not run: {error}"
+    text = done.stdout + done.stderr
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+    ran = re.findall(r"^\d+ cases ran", text, re.M)
+    print(f"{tool}: exit {done.returncode}\n{text[-3000:]}", flush=True)
+    if done.returncode == 0 and summary and ran:
+        return f"{summary[-1]}; {ran[-1]}"
+    return f"FAILED (exit {done.returncode}): {summary[-1] if summary else text[-300:].strip()}"
+
+
+# ---- the record ----------------------------------------------------------------------------------
+
+
+def write(part: str, result: Record) -> None:
+    """Adds a part to the record; parts of other sources or another machine are dropped."""
+    here, record = machine(), load()
+    if any(record.get(key) != value for key, value in here.items()):
+        record = {}
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    RECORD.write_text(json.dumps({**record, **here, "date": date, part: result}, indent=2) + "\n")
+    if os.environ.get("OUT"):
+        shutil.copy(RECORD, os.environ["OUT"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="say whether the record is current")
+    parser.add_argument("--pytest", action="store_true", help="the GPU tests, without the laws")
+    parser.add_argument("--laws", type=int, nargs="?", const=3000, help="examples (default 3000)")
+    parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer's four tools")
+    options = parser.parse_args()
+    if options.check:
+        print(status())
+        return 0
+    everything = not (options.pytest or options.laws or options.sanitizer)
+    parts: dict[str, Callable[[], Record]] = {}
+    if options.laws or everything:
+        parts["laws"] = lambda: run_laws(options.laws or 3000)
+    if options.pytest or everything:
+        parts["pytest"] = run_pytest
+    if options.sanitizer or everything:
+        parts["sanitizer"] = run_sanitizer
+    compile_all()
+    failed = False
+    for name, run in parts.items():
+        result = run()
+        write(name, result)
+        print(name, json.dumps(result), flush=True)
+        failed |= bool(result.get("failed")) or "FAILED" in str(result)
+    print(status())
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
