@@ -8,7 +8,7 @@ PROFILE ?= ci
 BIN := $(VENV)/bin
 
 # The CUDA wheels that the driver can run; empty where there is no GPU.
-GPU := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | awk '$$1 >= 12 { print $$1 >= 13 ? "cuda13" : "cuda12" }')
+GPU := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | awk '$$1 >= 12 { print ($$1 > 12) ? "cuda13" : "cuda12" }')
 COMMA := ,
 DEMO_EXTRAS := examples$(if $(GPU),$(COMMA)$(GPU))
 # Kernels compile without a GPU, so the tests want the compiler everywhere.
@@ -20,7 +20,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --pre
 demo: $(VENV)/.demo  ## generate text with a real model
 	$(BIN)/python examples/generate.py
 
-test gpu-record: export OPENBLAS_NUM_THREADS = 1  # small products; the workers share the cores
+# The products are small, and the workers share the cores.
+test gpu-record: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/.test lint  ## everything that this machine can check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=$(PROFILE)
 	$(BIN)/python -m tools.gpu_tests --check

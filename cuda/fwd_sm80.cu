@@ -16,6 +16,12 @@
 #include "tile.cuh"
 #include "types.cuh"
 
+// Where a warp works; in shared memory, since registers are short in the loop over key tiles.
+struct WarpTile {
+  QueryTile query;
+  int first_keys;  // first key tile
+};
+
 // What the two warps that share rows tell each other; nothing where a warp has its rows for itself.
 template <class C, int kColumnWarps>
 struct PairSmem {
@@ -34,6 +40,7 @@ struct FwdSm80Smem {
   K k[C::stages];
   V v[C::stages];
   PairSmem<C, C::column_warps> pair;
+  WarpTile warp[C::warps];
 };
 
 // What a warp of fwd_sm80 holds in registers, and the steps that it repeats a key tile.
@@ -54,7 +61,7 @@ struct FwdSm80Warp {
   static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 16 == 0, "a warp's product is made of 16 x 16 blocks");
 
   const FwdParams& p;
-  const int first_row;  // of the block's tile, counted from the start of the sequence
+  WarpTile& at;
   unsigned q[kQSlots][kMTiles][4];
   float s[kMTiles][kNTiles][4];      // scores, then probabilities: kRows x kKeys
   float out[kMTiles][kOutTiles][4];  // kRows x kCols
@@ -65,9 +72,10 @@ struct FwdSm80Warp {
   static __device__ __forceinline__ int tile_row() { return threadIdx.x / (32 * kParts) * kRows; }  // its first row
   static __device__ __forceinline__ int first_key() { return part() * kKeys; }
   static __device__ __forceinline__ int first_col() { return part() * kCols; }
-  __device__ __forceinline__ int warp_row() const { return first_row + tile_row(); }
+  __device__ __forceinline__ int first_row() const { return at.query.m_block * C::block_m; }  // of the block
+  __device__ __forceinline__ int warp_row() const { return first_row() + tile_row(); }
 
-  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, int first_row_) : p(params), first_row(first_row_) {
+  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, WarpTile& warp_tile) : p(params), at(warp_tile) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -85,8 +93,10 @@ struct FwdSm80Warp {
     }
   }
 
-  // s = q k^T
-  __device__ __forceinline__ void score(const Smem& smem, int stage) {
+  // s = q k^T. `beside(i)` is called with block i of kScoreBlocks, for copies to run under the products.
+  static constexpr int kScoreBlocks = kKSteps * kNTiles / 2;
+  template <class Beside>
+  __device__ __forceinline__ void score(const Smem& smem, int stage, const Beside& beside) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -108,7 +118,8 @@ struct FwdSm80Warp {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const int i = step * kPairs + pair;
-        if (i + C::fragments_ahead < kKSteps * kPairs) load(i + C::fragments_ahead);
+        if (i + C::fragments_ahead < kScoreBlocks) load(i + C::fragments_ahead);
+        beside(i);
 #pragma unroll
         for (int mt = 0; mt < kMTiles; ++mt) {
           Element::mma(s[mt][2 * pair], q[step % kQSlots][mt], b[i % kRing][0], b[i % kRing][1]);
@@ -120,9 +131,8 @@ struct FwdSm80Warp {
 
   // Scale, softcap, ALiBi: s becomes scores in log2 units.
   __device__ __forceinline__ void modify_scores(int k_minus_q, float slope_log2, int tile_key) {
-    const float scale_log2 = p.scale * kLog2e;
-    const float cap_log2 = p.softcap * kLog2e;
-    const float scale_over_cap = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
+    const float cap = p.softcap_log2;
+    const float scale_over_cap = cap > 0.f ? p.scale_log2 / cap : 0.f;
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -132,7 +142,7 @@ struct FwdSm80Warp {
           const int row = warp_row() + 16 * mt + 8 * (e / 2) + lane() / 4;
           const int key = tile_key + first_key() + 8 * nt + 2 * (lane() % 4) + e % 2;
           float x = s[mt][nt][e];
-          x = p.softcap > 0.f ? cap_log2 * tanhf(x * scale_over_cap) : x * scale_log2;
+          x = cap > 0.f ? cap * tanhf(x * scale_over_cap) : x * p.scale_log2;
           s[mt][nt][e] = x - slope_log2 * fabsf(static_cast<float>(row + k_minus_q - key));
         }
       }
@@ -170,15 +180,17 @@ struct FwdSm80Warp {
   }
 
   // out += p v. The probabilities of the other warp of a pair come through shared memory, under the products of the own.
-  __device__ __forceinline__ void accumulate(Smem& smem, int stage) {
+  template <class Beside>
+  __device__ __forceinline__ void accumulate(Smem& smem, int stage, const Beside& beside) {
     if constexpr (kParts == 2) store_p(smem);
-    multiply(smem, stage, first_key(), [&](unsigned(&a)[4], int mt, int step) { pack_p(a, mt, step); });
+    multiply(smem, stage, first_key(), [&](unsigned(&a)[4], int mt, int step) { pack_p(a, mt, step); }, beside);
     if constexpr (kParts == 2) {
       sync_pair();
       const int key = kKeys - first_key();
-      multiply(smem, stage, key, [&](unsigned(&a)[4], int mt, int step) {
+      auto load_a = [&](unsigned(&a)[4], int mt, int step) {
         ptx::ldmatrix_x4(a, smem.pair.p.down_then_across(tile_row() + 16 * mt, key + 16 * step, lane()));
-      });
+      };
+      multiply(smem, stage, key, load_a, [](int) {});
     }
   }
 
@@ -199,9 +211,11 @@ struct FwdSm80Warp {
     }
   }
 
-  // out += p v over the kKeys keys from `key`; load_a(a, mt, step) gives p for 16 of them.
-  template <class LoadA>
-  __device__ __forceinline__ void multiply(const Smem& smem, int stage, int key, const LoadA& load_a) {
+  // out += p v over the kKeys keys from `key`; load_a(a, mt, step) gives p for 16 of them. `beside` as in score().
+  static constexpr int kValueBlocks = kKeys / 16 * kOutTiles / 2;
+  template <class LoadA, class Beside>
+  __device__ __forceinline__ void multiply(const Smem& smem, int stage, int key, const LoadA& load_a,
+                                           const Beside& beside) {
     constexpr int kPairs = kOutTiles / 2;
     constexpr int kSteps = kKeys / 16;
     unsigned b[kRing][4];  // blocks of 16 keys x 16 columns
@@ -219,7 +233,8 @@ struct FwdSm80Warp {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const int i = step * kPairs + pair;
-        if (i + C::fragments_ahead < kSteps * kPairs) load(i + C::fragments_ahead);
+        if (i + C::fragments_ahead < kValueBlocks) load(i + C::fragments_ahead);
+        beside(i);
 #pragma unroll
         for (int mt = 0; mt < kMTiles; ++mt) {
           Element::mma(out[mt][2 * pair], a[mt], b[i % kRing][0], b[i % kRing][1]);
@@ -275,86 +290,96 @@ template <class C>
 __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile, const Sequence& seq,
                                        FwdSm80Smem<C>& smem, FwdSm80Warp<C>& warp) {
   using Smem = FwdSm80Smem<C>;
+  using Warp = FwdSm80Warp<C>;
+  using QCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::Q>;
+  using KCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::K>;
+  using VCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::V>;
   const KeyInterval keys(p, seq);
   const int first_row = tile.m_block * C::block_m;
   const TileRange tiles(keys, first_row, min(first_row + C::block_m, seq.q_len) - 1, C::block_n);
   if (tiles.first >= tiles.last) return;
 
-  const int kv_head = tile.q_head / p.group;
+  const int kv_head = static_cast<unsigned>(tile.q_head) / static_cast<unsigned>(p.group);
   const auto* q = static_cast<const unsigned short*>(p.q) + tile.q_head * p.stride_q_head +
                   sequence_offset(p.cu_seqlens_q, tile.batch, p.stride_q_batch, p.stride_q_row);
   const auto* k = static_cast<const unsigned short*>(p.k) + kv_head * p.stride_k_head +
                   sequence_offset(p.cu_seqlens_k, tile.batch, p.stride_k_batch, p.stride_k_row);
   const auto* v = static_cast<const unsigned short*>(p.v) + kv_head * p.stride_v_head +
                   sequence_offset(p.cu_seqlens_k, tile.batch, p.stride_v_batch, p.stride_v_row);
-  TileCopy<C::copy_bytes, C::threads, typename Smem::Q> q_copy(q, first_row, p.stride_q_row, p.head_dim);
-  TileCopy<C::copy_bytes, C::threads, typename Smem::K> k_copy(k, (tiles.last - 1) * C::block_n, p.stride_k_row,
-                                                               p.head_dim);
-  TileCopy<C::copy_bytes, C::threads, typename Smem::V> v_copy(v, (tiles.last - 1) * C::block_n, p.stride_v_row,
-                                                               p.value_dim);
-  const float scale_log2 = C::scores ? 1.f : p.scale * kLog2e;
+  QCopy q_copy(q, first_row, p.stride_q_row, p.head_dim);
+  KCopy k_copy(k, (tiles.last - 1) * C::block_n, p.stride_k_row, p.head_dim);
+  VCopy v_copy(v, (tiles.last - 1) * C::block_n, p.stride_v_row, p.value_dim);
   const float slope_log2 = C::scores && p.alibi_slopes != nullptr
                                ? p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head] * kLog2e
                                : 0.f;
 
-  const int batch = tile.batch;  // what depends on it is computed again where a tile is masked: registers are short
-  // One key tile. With one stage, V(n) loads during the scores of tile n, and K(n - 1) during its softmax and P V; with
-  // two, both load a whole tile ahead. Only the tile that is loaded first, which is masked, can lack rows.
-  auto step = [&](auto masked, int n) {
+  // One key tile, n, before which `left` more are left. With one stage, V(n) loads under the scores of tile n and K(n - 1) under its P V; with two, K(n - 1)
+  // and V(n - 1) do. Only the tile that is loaded first, which is masked, can lack rows.
+  auto step = [&](auto masked, int left) {
     constexpr bool kMasked = decltype(masked)::value;
+    const int stage = left % C::stages;
+    const bool more = left > 0;
+    const int first_key = kMasked || C::scores ? (warp.at.first_keys + left) * C::block_n : 0;
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // tile n has landed, and no warp reads the buffers that are filled next
-    if constexpr (C::stages == 1) {
-      v_copy.template copy<!kMasked>(smem.v[0], kMasked ? sequence(p, batch).k_len - n * C::block_n : C::block_n);
-      v_copy.step_back();
-      ptx::cp_async_commit_group();
-    } else if (n > tiles.first) {
-      k_copy.template copy<true>(smem.k[(n - 1) % C::stages], C::block_n);
-      v_copy.template copy<true>(smem.v[(n - 1) % C::stages], C::block_n);
-      k_copy.step_back();
-      v_copy.step_back();
-      ptx::cp_async_commit_group();
+    __syncthreads();  // what tile n needs next has landed, and no warp reads the buffers that are filled next
+    warp.score(smem, stage, [&](int i) {
+      if constexpr (C::stages == 1) {
+        const int rows = kMasked ? sequence(p, warp.at.query.batch).k_len - first_key : C::block_n;
+        spread<VCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(
+            i, [&](int part) { v_copy.template copy_part<!kMasked>(smem.v[0], rows, part); });
+      } else if (more) {
+        spread<KCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(
+            i, [&](int part) { k_copy.template copy_part<true>(smem.k[1 - stage], C::block_n, part); });
+      }
+    });
+    if constexpr (C::scores) {
+      const Sequence seq = sequence(p, warp.at.query.batch);
+      warp.modify_scores(seq.k_len - seq.q_len, slope_log2, first_key);
     }
-    warp.score(smem, n % C::stages);
-    if constexpr (C::stages == 1) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();
-      if (n > tiles.first) k_copy.template copy<true>(smem.k[0], C::block_n);
-      k_copy.step_back();
-      ptx::cp_async_commit_group();
-    }
-    if constexpr (C::scores) warp.modify_scores(sequence(p, batch).k_len - sequence(p, batch).q_len, slope_log2, n * C::block_n);
     if constexpr (kMasked) {
-      mask_scores(warp.s, KeyInterval(p, sequence(p, batch)), warp.warp_row(), n * C::block_n + warp.first_key(),
-                  warp.lane());
+      mask_scores(warp.s, KeyInterval(p, sequence(p, warp.at.query.batch)), warp.warp_row(),
+                  first_key + warp.first_key(), warp.lane());
     }
-    warp.softmax.template update<C::vote_rescale>(warp.s, warp.out, scale_log2,
+    warp.softmax.template update<C::vote_rescale>(warp.s, warp.out, C::scores ? 1.f : p.scale_log2,
                                                   [&](auto& row_max) { warp.share_max(smem, row_max); });
-    warp.accumulate(smem, n % C::stages);
+    if constexpr (C::stages == 1) {
+      ptx::cp_async_commit_group();
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // V(n) has landed, and every warp is done with K(n)
+    }
+    warp.accumulate(smem, stage, [&](int i) {
+      if (more) {
+        if constexpr (C::stages == 1) {
+          spread<KCopy::kParts, Warp::kValueBlocks, C::copy_spread>(
+              i, [&](int part) { k_copy.template copy_part<true>(smem.k[0], C::block_n, part); });
+        } else {
+          spread<VCopy::kParts, Warp::kValueBlocks, C::copy_spread>(
+              i, [&](int part) { v_copy.template copy_part<true>(smem.v[1 - stage], C::block_n, part); });
+        }
+      }
+    });
+    ptx::cp_async_commit_group();
   };
 
+  int left = tiles.last - 1 - tiles.first;
   const int last_rows = seq.k_len - (tiles.last - 1) * C::block_n;
   q_copy.template copy<false>(smem.q, seq.q_len - first_row);
-  k_copy.template copy<false>(smem.k[(tiles.last - 1) % C::stages], last_rows);
-  k_copy.step_back();
-  if constexpr (C::stages == 2) {
-    v_copy.template copy<false>(smem.v[(tiles.last - 1) % C::stages], last_rows);
-    v_copy.step_back();
-  }
+  k_copy.template copy<false>(smem.k[left % C::stages], last_rows);
+  if constexpr (C::stages == 2) v_copy.template copy<false>(smem.v[left % C::stages], last_rows);
   ptx::cp_async_commit_group();
+  if (threadIdx.x % 32 == 0) warp.at.first_keys = tiles.first;
+  __syncwarp();
   if constexpr (C::q_in_registers) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
 #pragma unroll
-    for (int step = 0; step < FwdSm80Warp<C>::kKSteps; ++step) warp.load_q(smem, step);
+    for (int step = 0; step < Warp::kKSteps; ++step) warp.load_q(smem, step);
   }
-  for (int n = tiles.last - 1; n >= tiles.first;) {
-    if (tiles.full(n)) {
-      const int end = max(tiles.first, tiles.full_first);
-      for (; n >= end; --n) step(False{}, n);
-    } else {
-      step(True{}, n--);
-    }
+  // Masked tiles at the end of the keys, tiles that every row sees, masked tiles at the start.
+  for (int stop = max(0, tiles.full_last - tiles.first);; stop = 0) {
+    for (; left >= stop; --left) step(True{}, left);
+    if (left < 0) break;
+    for (const int end = max(0, tiles.full_first - tiles.first); left >= end; --left) step(False{}, left);
   }
 }
 
@@ -367,18 +392,22 @@ __device__ __forceinline__ void fwd_sm80(const FwdParams& p) {
   const Sequence seq = sequence(p, tile.batch);
   const int first_row = tile.m_block * C::block_m;
   if (first_row >= seq.q_len) return;
-  FwdSm80Warp<C> warp(p, first_row);
+  WarpTile& at = smem.warp[threadIdx.x / 32];
+  if (threadIdx.x % 32 == 0) at.query = tile;
+  __syncwarp();
+
+  FwdSm80Warp<C> warp(p, at);
   attend<C>(p, tile, seq, smem, warp);
 
-  // Decoded anew: the offsets of out and lse would otherwise take registers through the loop, and spill.
-  const QueryTile again = longest_first(ptx::opaque(blockIdx.x), p);
-  const int q_len = sequence_length(p.cu_seqlens_q, again.batch, p.q_len);
+  const int batch = at.query.batch;
+  const int q_head = at.query.q_head;
+  const int q_len = sequence_length(p.cu_seqlens_q, batch, p.q_len);
   float* lse = p.lse == nullptr ? nullptr
-                                : p.lse + again.q_head * p.stride_lse_head +
-                                      sequence_offset(p.cu_seqlens_q, again.batch, p.stride_lse_batch, 1);
-  warp.finish(smem, lse, q_len, p.sink != nullptr ? p.sink[again.q_head] * kLog2e : kEmptyMax);
+                                : p.lse + q_head * p.stride_lse_head +
+                                      sequence_offset(p.cu_seqlens_q, batch, p.stride_lse_batch, 1);
+  warp.finish(smem, lse, q_len, p.sink != nullptr ? p.sink[q_head] * kLog2e : kEmptyMax);
   __syncwarp();
-  auto* out = static_cast<unsigned short*>(p.out) + again.q_head * p.stride_out_head +
-              sequence_offset(p.cu_seqlens_q, again.batch, p.stride_out_batch, p.stride_out_row);
+  auto* out = static_cast<unsigned short*>(p.out) + q_head * p.stride_out_head +
+              sequence_offset(p.cu_seqlens_q, batch, p.stride_out_batch, p.stride_out_row);
   warp.store_out(smem, out, q_len);
 }

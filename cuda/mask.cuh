@@ -29,8 +29,6 @@ struct TileRange {
         last(max(0, ceil_div(keys.end(last_row), block_n))),
         full_first(ceil_div(keys.begin(last_row), block_n)),
         full_last(max(0, keys.end(first_row)) / block_n) {}
-
-  __device__ __forceinline__ bool full(int n) const { return n >= full_first && n < full_last; }
 };
 
 // Scores (rows of a warp) x (block_n keys) in mma accumulator layout: of 16 rows and 8 keys, lane l holds rows

@@ -41,6 +41,6 @@ struct FwdParams {
   int window_left;         // keys before the diagonal, -1 unbounded
   int window_right;        // keys after the diagonal, -1 unbounded; 0 is causal
   int top_left;            // 1: the diagonal of row i is key i; 0: key i + k_len - q_len
-  float scale;             // softmax scale
-  float softcap;           // c of c * tanh(s / c); 0: none
+  float scale_log2;        // softmax scale times log2(e): scores are in log2 units
+  float softcap_log2;      // c log2(e) of c * tanh(s / c); 0: none
 };

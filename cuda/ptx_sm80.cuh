@@ -16,6 +16,11 @@ __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+template <class T>
+__device__ __forceinline__ T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // ---- Named barriers (PTX ISA: bar.sync); barrier 0 is __syncthreads. ----
 __device__ __forceinline__ void bar_sync(int barrier, int threads) {

@@ -24,47 +24,52 @@ struct alignas(16) Tile {
   }
 };
 
-// Copies tiles of a row-major matrix to shared memory, one after the other, walking towards its first row. Zero-fills
-// what the matrix lacks: columns from `cols` on, and rows from `rows` on unless the caller knows that there are none
-// (kAllRows). The 16-byte form keeps one column a thread and needs cols % 8 == 0; the narrow forms take a row a warp.
-// Asynchronous (commit and wait outside), but for 2-byte copies, which are plain stores.
+// Copies tiles of a row-major matrix to shared memory, one after the other, walking towards its first row, each in
+// kParts parts that a caller can place between other instructions: a burst of copies would hold up the tensor cores.
+// Zero-fills what the matrix lacks: columns from `cols` on, and rows from `rows` on unless the caller knows that there
+// are none (kAllRows). The 16-byte form keeps one column a thread and needs cols % 8 == 0; the narrow forms take a row a
+// warp, all in one part. Asynchronous (commit and wait outside), but for 2-byte copies, which are plain stores.
 template <int kCopyBytes, int kThreads, class T>
 struct TileCopy {
   static constexpr int kPerCopy = kCopyBytes / 2;
-  static constexpr bool kColumnAThread = kCopyBytes == 16;
-  static constexpr int kChunks = kColumnAThread ? T::kCols / kPerCopy : 32;
+  static constexpr int kChunks = kCopyBytes == 16 ? T::kCols / kPerCopy : 32;  // threads a row
   static constexpr int kRowStep = kThreads / kChunks;
+  static constexpr int kParts = kCopyBytes == 16 ? ceil_div(T::kRows, kRowStep) : 1;
   static constexpr bool kEven = kRowStep * kChunks == kThreads && T::kRows % kRowStep == 0;
 
-  const unsigned short* src;  // where this thread starts in the tile that is copied next
+  const unsigned short* src;  // where this thread is in the tile
   long long stride;
   int cols;
 
   __device__ __forceinline__ TileCopy(const unsigned short* matrix, int first_row, long long stride_, int cols_)
       : src(matrix + (first_row + row()) * stride_ + col()), stride(stride_), cols(cols_) {}
 
-  __device__ __forceinline__ void step_back() { src -= T::kRows * stride; }
-
   template <bool kAllRows>
-  __device__ __forceinline__ void copy(T& tile, int rows) const {
-    const unsigned short* from = src;
-    const long long step = static_cast<long long>(ptx::opaque(kRowStep)) * stride;
-    if constexpr (kColumnAThread) {
-      const unsigned dst = ptx::shared_address(&tile.data[row()][col()]);
-      const int bytes = col() < cols ? 16 : 0;
+  __device__ __forceinline__ void copy(T& tile, int rows) {
 #pragma unroll
-      for (int r = 0; r < T::kRows; r += kRowStep, from += step) {
-        if (kEven || (row() < kRowStep && r + row() < T::kRows)) {
-          ptx::cp_async_16(dst + r * T::kStride * 2, from, kAllRows || r + row() < rows ? bytes : 0);
-        }
+    for (int part = 0; part < kParts; ++part) copy_part<kAllRows>(tile, rows, part);
+  }
+
+  // Parts 0 to kParts - 1 in order; after the last one, the next tile is that before this one.
+  template <bool kAllRows>
+  __device__ __forceinline__ void copy_part(T& tile, int rows, int part) {
+    if constexpr (kCopyBytes == 16) {
+      const int r = row() + part * kRowStep;
+      if (kEven || (row() < kRowStep && r < T::kRows)) {
+        const int bytes = (kAllRows || r < rows) && col() < cols ? 16 : 0;
+        ptx::cp_async_16(ptx::shared_address(&tile.data[r][col()]), src, bytes);
       }
     } else {
-      for (int r = row(); r < T::kRows; r += kRowStep, from += step) {
-        for (int c = 0; c + col() < T::kCols; c += 32 * kPerCopy) {
-          copy_narrow(tile.data[r][c + col()], from + c, r < rows && c + col() < cols);
+      const unsigned short* from = src;
+#pragma unroll 1
+      for (int r = row(); r < T::kRows; r += kRowStep, from += kRowStep * stride) {
+#pragma unroll 1
+        for (int c = col(); c < T::kCols; c += kPerCopy * kChunks) {
+          copy_narrow(tile.data[r][c], from + (c - col()), r < rows && c < cols);
         }
       }
     }
+    src = ptx::opaque(src + (part + 1 < kParts ? kRowStep : -T::kRows - (kParts - 1) * kRowStep) * stride);
   }
 
  private:
@@ -79,3 +84,13 @@ struct TileCopy {
     }
   }
 };
+
+// Calls part(j) for the j in [0, kParts) that fall on step `i` of kSteps, all of them in the first 1 / kSpread of the
+// steps: what is copied has the others to arrive.
+template <int kParts, int kSteps, int kSpread, class Part>
+__device__ __forceinline__ void spread(int i, const Part& part) {
+#pragma unroll
+  for (int j = 0; j < kParts; ++j) {
+    if (j >= kSpread * i * kParts / kSteps && j < kSpread * (i + 1) * kParts / kSteps) part(j);
+  }
+}

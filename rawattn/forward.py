@@ -8,6 +8,7 @@ in `resolve`, and looked up afterwards. A call then costs its views, its outputs
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from rawattn.request import (
     problem_of,
     result_shapes,
 )
+
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +230,6 @@ def _scalars(specs: Arrays, problem: Problem, scale: float, softcap: float) -> d
         "window_left": problem.mask.left,
         "window_right": problem.mask.right,
         "top_left": int(problem.mask.top_left),
-        "scale": scale,
-        "softcap": softcap,
+        "scale_log2": scale * LOG2_E,
+        "softcap_log2": softcap * LOG2_E,
     }

@@ -114,7 +114,8 @@ def _walk(strip: Strip) -> tuple[Array, Array, Array]:
     out = np.zeros((*state, strip.v.shape[-1]), np.float32)
     for tile in strip.tiles():
         k, v = (x[tile].astype(np.float32, copy=False) for x in (strip.k, strip.v))
-        scores = q @ k.transpose(1, 2, 0)[:, None]
+        # In C order: a result that lies in memory as q does may not reshape without a copy.
+        scores = np.matmul(q, k.transpose(1, 2, 0)[:, None], order="C")
         _shape_scores(scores.reshape(kv_heads, rows, group, -1), strip, tile)
         old_max, row_max = row_max, np.maximum(row_max, scores.max(axis=-1))
         scores -= _finite(row_max)[..., None]

@@ -59,6 +59,7 @@ class Tile:
     stages: int
     q_in_registers: bool
     fragments_ahead: int
+    copy_spread: int
     vote_rescale: bool
     blocks_per_sm: int
 
@@ -75,7 +76,7 @@ FWD_SM80_BUCKETS = (
 )
 
 
-def _tile(m: int, n: int, *, warps: int, stages: int, blocks: int, columns: int = 1, q_regs: bool = False, ahead: int = 2, vote: bool = False) -> Tile:
+def _tile(m: int, n: int, *, warps: int, stages: int, blocks: int, columns: int = 1, q_regs: bool = False, ahead: int = 2, spread: int = 4, vote: bool = False) -> Tile:
     return Tile(
         block_m=m,
         block_n=n,
@@ -84,6 +85,7 @@ def _tile(m: int, n: int, *, warps: int, stages: int, blocks: int, columns: int 
         stages=stages,
         q_in_registers=q_regs,
         fragments_ahead=ahead,
+        copy_spread=spread,
         vote_rescale=vote,
         blocks_per_sm=blocks,
     )
@@ -98,7 +100,7 @@ FWD_SM80_TILES = {
     (160, 160): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
     (192, 128): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
     (192, 192): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
-    (256, 256): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
+    (256, 256): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2, spread=2),
 }
 # Consumer GPUs: 99 KB of shared memory a block, 100 KB an SM.
 FWD_SM80_TILES_SMALL = {
@@ -128,6 +130,7 @@ def _fwd_sm80_config(bucket: tuple[int, int], arch: str, element: str, scores: b
         stages=tile.stages,
         q_in_registers=tile.q_in_registers,
         fragments_ahead=tile.fragments_ahead,
+        copy_spread=tile.copy_spread,
         vote_rescale=tile.vote_rescale,
         scores=scores,
         copy_bytes=copy_bytes,
@@ -159,7 +162,8 @@ def _refuse_fwd_sm80(p: Problem, device: Device) -> str | None:
 def _plan_fwd_sm80(p: Problem, device: Device) -> tuple[Launch, ...]:
     bucket = _bucket(p.head_dim, p.value_dim)
     assert bucket is not None
-    scores = p.scores.softcap or p.scores.alibi or p.copy_bytes < 16
+    s = p.scores
+    scores = s.softcap or s.alibi or s.reversed or p.copy_bytes < 16
     config = _fwd_sm80_config(bucket, device.arch, ELEMENTS[p.dtype], scores, p.copy_bytes)
     m_blocks = -(-p.max_q // config.block_m)
     pairs = p.batch * p.q_heads

@@ -13,6 +13,9 @@ import math
 from dataclasses import dataclass, field
 
 
+MAX_LENGTH = 2**30  # of a sequence: kernels add a row, a window and a shift in 32 bits
+
+
 class Unsupported(NotImplementedError):
     """No backend takes the problem; the message holds the reason of every one."""
 
@@ -41,8 +44,9 @@ class Mask:
             raise ValueError(f"window_size={window_size!r}: accepted is a pair of integers (left, right)") from None
         if left < -1 or right < -1:
             raise ValueError(f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0")
+        left, right = (-1 if w >= MAX_LENGTH else w for w in (left, right))
         if causal:
-            right = 0 if right < 0 else min(right, 0)
+            right = 0
         return cls(left=left, right=right, top_left=causal == "top_left")
 
     @property
@@ -61,6 +65,7 @@ class Scores:
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
+    reversed: bool = False  # scale <= 0: the largest q.k is not the largest score
 
 
 class CacheLayout(enum.Enum):

@@ -53,6 +53,7 @@ class FwdSm80:
     stages: int  # 1: K and V wait for each other's arithmetic; 2: the next K, V pair loads during this one's
     q_in_registers: bool  # whether Q fragments are read from shared memory once, not once a tile
     fragments_ahead: int  # 16 x 16 blocks of K or V that are read before the products that use them
+    copy_spread: int  # copies are issued in the first 1 / copy_spread of the products that they run under
     vote_rescale: bool  # whether a warp skips the rescaling of out where no row's max changed
     scores: bool  # whether softcap or ALiBi steps are compiled in
     copy_bytes: int  # width of the copies to shared memory: 16, 4 or 2
@@ -67,8 +68,8 @@ class FwdSm80:
         """sizeof(FwdSm80Smem<Config>): rows are 16 bytes longer than their data, so that ldmatrix meets no bank twice."""
         q = self.block_m * (max(self.head_dim, self.value_dim) + 8)
         kv = self.stages * self.block_n * (self.head_dim + 8 + self.value_dim + 8)
-        pair = 4 * self.block_m + self.block_m * (self.block_n + 8) if self.column_warps == 2 else 8
-        return 2 * (q + kv + pair)
+        pair = 2 * (4 * self.block_m + self.block_m * (self.block_n + 8)) if self.column_warps == 2 else 16
+        return 2 * (q + kv) + pair + 16 * self.warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
     for name, spec in zip(Arrays._fields, specs, strict=True):
         if spec is not None:
             check_layout(name, spec, output=name in ("out", "lse"))
+    scale = options.softmax_scale
     return Problem(
         dtype=q.dtype,
         batch=batch,
@@ -109,6 +110,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             softcap=check_scalar("softcap", options.softcap, positive=True) > 0,
             alibi=slopes is not None,
             sink=specs.sink is not None,
+            reversed=scale is not None and check_scalar("softmax_scale", scale) <= 0,
         ),
         copy_bytes=_copy_bytes(specs),
     )

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tools.emulator import EmulatorError, available, pack, run, tensor_map
+from tools.emulator import EmulatorError, pack, run, tensor_map
 
-pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+pytestmark = pytest.mark.emulator
 
 KERNELS = Path(__file__).parent / "emulator"
 INSTRUCTIONS = (KERNELS / "instructions_sm90.cu").read_text()
@@ -92,7 +92,7 @@ def test_tensor_reduction() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"box": (8, 16), "swizzle": 128}, "32 bytes of a row of the box with swizzle 128"),
+        ({"box": (8, 16), "swizzle": 128}, "32 bytes, the swizzle 128"),
         ({"box": (300, 64)}, "accepted are 1 to 256"),
         ({"box": (8, 3)}, "accepted are multiples of 16"),
         ({"array": normal(8, 36, dtype=BF16)}, "strides"),
@@ -134,7 +134,8 @@ def test_stmatrix() -> None:
     elected = np.zeros(1, np.int32)
     arrays = [fragments, plain, transposed, elected]
     run(INSTRUCTIONS, "matrices", pack(*arrays), 1, 32, 0, arrays, seed=5)
-    want = fragments.T.copy().view(np.uint16).reshape(4, 8, 8)  # lane l: row l / 4, columns 2 (l % 4)
+    # Lane l holds columns 2 (l % 4) and the next of row l / 4.
+    want = fragments.T.copy().view(np.uint16).reshape(4, 8, 8)
     assert np.array_equal(plain, want)
     assert np.array_equal(transposed, want.transpose(0, 2, 1))
     assert elected[0] == 1
@@ -144,29 +145,26 @@ def test_stmatrix() -> None:
 
 
 class Image:
-    """An operand, rows x K, as it lies in shared memory for one swizzle and major; span 16 is none."""
+    """An operand, rows x K, as it lies in shared memory; span 16 is no swizzle."""
 
     def __init__(self, x: np.ndarray, span: int, mn_major: bool) -> None:
         rows, depth = x.shape
-        row, k = np.indices(x.shape)
         size = x.itemsize
-        if mn_major and span > 16:
+        row, k = np.indices(x.shape)
+        if span == 16:  # 8 x 16-byte blocks, those of one step along K apart from the next's
+            self.leading, self.stride, self.step = rows * 16, 128, rows * 32
+            inner = k % 8 * 16 + row % 8 * size if mn_major else row % 8 * 16 + k * size % 16
+            across = k // 8 if mn_major else k * size // 16
+            offset = across * self.leading + row // 8 * self.stride + inner
+        elif mn_major:
             width = span // size
             self.leading, self.stride, self.step = depth * span, 8 * span, 16 * span
-            offset = row // width * self.leading + k // 8 * self.stride + k % 8 * span + row % width * size
-        elif mn_major:
-            self.leading, self.stride = rows * 16, 128
-            self.step = 2 * self.leading
-            offset = k // 8 * self.leading + row // 8 * 128 + k % 8 * 16 + row % 8 * size
-        elif span > 16:
+            inner = k % 8 * span + row % width * size
+            offset = row // width * self.leading + k // 8 * self.stride + inner
+        else:
             self.leading, self.stride, self.step = 16, 8 * span, 32
             offset = row // 8 * self.stride + row % 8 * span + k * size
-        else:
-            self.leading, self.stride = rows * 16, 128
-            self.step = 2 * self.leading
-            byte = k * size
-            offset = byte // 16 * self.leading + row // 8 * 128 + row % 8 * 16 + byte % 16
-        self.bytes = np.zeros(-(-(x.nbytes) // 1024) * 1024, np.uint8)
+        self.bytes = np.zeros(-(-x.nbytes // 1024) * 1024, np.uint8)
         at = swizzled(offset[..., None] + np.arange(size), span)
         self.bytes[at] = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, size)
 
@@ -180,7 +178,7 @@ def fragments(a: np.ndarray, steps: int) -> np.ndarray:
     return np.ascontiguousarray(data[row, column]).view(np.uint32)
 
 
-SPANS = {16: "none", 32: "b32", 64: "b64", 128: "b128"}
+SPANS = {16: 0, 32: 3, 64: 2, 128: 1}  # bytes: ptx::Swizzle
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -213,7 +211,6 @@ def test_wgmma(  # type: ignore[no-untyped-def]
     unit = with_macros(
         N=n,
         TYPE={BF16: "bf16", np.float16: "f16", E4M3: "e4m3"}[dtype],
-        SWIZZLE=SPANS[span],
         TRANS_A=trans_a,
         TRANS_B=trans_b,
         A_IN_REGISTERS=registers,
@@ -223,24 +220,29 @@ def test_wgmma(  # type: ignore[no-untyped-def]
         d = np.full((64, n), np.nan, np.float32)
         sizes = len(image_a.bytes), len(image_b.bytes)
         steps_of = [x for m in (image_a, image_b) for x in (m.leading, m.stride, m.step)]
-        params = pack(image_a.bytes, image_b.bytes, held, d, *sizes, *steps_of, steps)
+        params = pack(image_a.bytes, image_b.bytes, held, d, *sizes, *steps_of, steps, SPANS[span])
         arrays = [image_a.bytes, image_b.bytes, held, d]
         run(unit, "product", params, 1, 128, sum(sizes), arrays, seed)
         assert np.array_equal(d, a.astype(np.float32) @ b.astype(np.float32).T)
 
 
+FENCE = "  ptx::fence_proxy_async();\n  __syncthreads();\n  ptx::setmaxnreg"
+DESCRIPTOR = "ptx::wgmma_descriptor(ptx::shared_address(image)"
+ACCUMULATE = "step > 0);\n#endif"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  ptx::fence_proxy_async();\n  __syncthreads();\n  ptx::set", "  __syncthreads();\n  ptx::set", "without fence.proxy.async"),
-        ("ptx::wgmma_descriptor(ptx::shared_address(image)", "1ull << 50 | ptx::wgmma_descriptor(ptx::shared_address(image)", "base offset"),
-        ("ptx::wgmma_descriptor(ptx::shared_address(image)", "1ull << 14 | ptx::wgmma_descriptor(ptx::shared_address(image)", "reserved bits"),
-        ("step > 0);\n#endif", "threadIdx.x > 3);\n#endif", "differ from lane 0"),
-        ("step > 0);\n#endif", "threadIdx.x > 31);\n#endif", "another warp of the warpgroup"),
+        (FENCE, "  __syncthreads();\n  ptx::setmaxnreg", "without fence.proxy.async"),
+        (DESCRIPTOR, f"1ull << 50 | {DESCRIPTOR}", "base offset"),
+        (DESCRIPTOR, f"1ull << 14 | {DESCRIPTOR}", "reserved bits"),
+        (ACCUMULATE, "threadIdx.x > 3);\n#endif", "differ from lane 0"),
+        (ACCUMULATE, "threadIdx.x > 31);\n#endif", "another warp of the warpgroup"),
         ("setmaxnreg_inc<232>", "setmaxnreg_inc<230>", "230 registers"),
         ("p.steps; ++step", "p.steps + 9; ++step", "outside the block"),
     ],
-)  # fmt: skip
+)
 def test_wgmma_refuses(old: str, new: str, message: str) -> None:
     a = np.zeros((64, 64), BF16)
     image = Image(a, 128, False)
@@ -248,6 +250,6 @@ def test_wgmma_refuses(old: str, new: str, message: str) -> None:
     assert unit.count(old) == 1
     d = np.empty((64, 64), np.float32)
     step = [image.leading, image.stride, image.step]
-    params = pack(image.bytes, image.bytes, image.bytes, d, 8192, 8192, *step, *step, 4)
+    params = pack(image.bytes, image.bytes, image.bytes, d, 8192, 8192, *step, *step, 4, SPANS[128])
     with pytest.raises(EmulatorError, match=message):
         run(unit.replace(old, new), "product", params, 1, 128, 16384, [image.bytes, d], seed=0)

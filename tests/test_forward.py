@@ -21,6 +21,11 @@ from rawattn.device import Device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
+def log2e(x: float) -> float:
+    """What Params hold of a number in natural units."""
+    return float(np.float32(x * np.log2(np.e)))
+
+
 FwdParams = registry.params_struct("FwdParams")
 
 
@@ -101,7 +106,7 @@ def test_dense(gpu: Gpu) -> None:
     assert strides(p, "out") == [640, 128, 32]
     assert (p.batch, p.q_heads, p.group, p.head_dim, p.value_dim) == (2, 4, 2, 16, 32)
     assert (p.q_len, p.k_len, p.window_left, p.window_right, p.top_left) == (5, 7, 3, 0, 0)
-    assert (p.scale, p.softcap, p.m_blocks) == (0.5, 0.0, 1)
+    assert (p.scale_log2, p.softcap_log2, p.m_blocks) == (log2e(0.5), 0.0, 1)
     (only,) = gpu.launches
     assert only.function == "fwd_sm80"
     assert (only.config.gridDimX, only.config.gridDimY, only.config.gridDimZ) == (8, 1, 1)
@@ -118,7 +123,8 @@ def test_every_optional_array(gpu: Gpu) -> None:
         "q": Q, "k": K, "v": V, "out": OUT, "lse": LSE, "alibi_slopes": 8 << 20, "sink": 9 << 20,
     }  # fmt: skip
     assert strides(p, "lse") == [20, 5] and p.stride_alibi_batch == 4
-    assert (p.softcap, p.scale, p.top_left, p.window_right) == (3.0, 0.25, 1, 0)
+    assert (p.softcap_log2, p.scale_log2) == (log2e(3.0), log2e(0.25))
+    assert (p.top_left, p.window_right) == (1, 0)
 
 
 def test_slopes_that_the_batch_shares(gpu: Gpu) -> None:

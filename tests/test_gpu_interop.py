@@ -92,6 +92,7 @@ def test_work_of_torch_is_waited_for(cupy: Any, case: Data) -> None:
         q.copy_(source)
         out = flash_attn_func(q, k, v, causal=True, stream=cupy.cuda.Stream(non_blocking=True))
         assert not side.query(), "the host has not waited"
+    torch.cuda.synchronize()
     assert same(out, case.out)
 
 

@@ -158,6 +158,21 @@ def test_the_twin_is_rounded_to_storage_and_near(case: Case, rounding: str) -> N
         assert error <= 2**6 * eps * math.prod(sizes)
 
 
+@pytest.mark.parametrize("rounding", ["float16", "bfloat16"])
+def test_the_twin_rounds_the_weights_under_the_maximum(rounding: str) -> None:
+    """As a flash kernel holds them: weights of at most 1, divided by their own unrounded sum."""
+    scores = np.linspace(-3, 2, 200, dtype=np.float32)
+    values = np.eye(200)
+    q, k, v = np.ones((1, 1, 1, 1)), scores.reshape(1, -1, 1, 1), values.reshape(1, 200, 1, 200)
+    weights = np.exp(scores - scores.max())
+    rounded = weights.astype(rounding).astype(np.float32)
+    want = (rounded / weights.sum()).astype(rounding).astype(float)
+    assert (want != (weights / weights.sum()).astype(rounding).astype(float)).any()
+    out, _ = attention(q, k, v, mask=Mask(), rounding=rounding)
+    # The sum may be taken in another order, which can move a result by one last digit at most.
+    assert (out.ravel() == want).mean() > 0.95
+
+
 # ---- laws ----------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,6 @@ from rawattn.testing import (
     assert_same,
     expected,
     make_inputs,
-    run,
     tensors,
 )
 from rawattn.testing.cases import MEMORIES
@@ -312,9 +315,13 @@ def test_same_is_bitwise() -> None:
         assert_same((zero[0][:0], zero[1]), zero, CASE)
 
 
-def test_rerun_of_a_repro_line() -> None:
-    op = dataclasses.replace(op_of(toy), name="op")
-    t = tensors(CASE)
-    assert_same(run(op, t), run(op, t), CASE)
-    LAW["law_matches_reference"](op, CASE)
+def test_a_repro_line_runs() -> None:
+    """It names another op than the one that failed here, a right one: so it must end well."""
+    wrong, _, _ = MUTANTS["no softcap"]
+    op = dataclasses.replace(op_of(wrong), name="public_op('numpy')")
+    with pytest.raises(AssertionError) as caught:
+        LAW["law_matches_reference"](op, dataclasses.replace(CASE, softcap=5.0))
     assert op.record.examples == 1
+    line = str(caught.value).splitlines()[-1]
+    command = shlex.split(line.replace("python", sys.executable, 1))
+    subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 
 from rawattn import compile, registry
@@ -78,7 +79,7 @@ def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
 def measure_all(arches: Iterable[str], workers: int) -> Iterator[Row]:
     """Every registered Config for each architecture, in no order."""
     jobs = [(k, c, arch) for arch in arches for k, c in registry.all_configs(arch)]
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for done, row in enumerate(pool.map(measure, *zip(*jobs, strict=True)), 1):
             if sys.stderr.isatty() or done % 50 == 0 or done == len(jobs):
                 end = "\r" if sys.stderr.isatty() and done < len(jobs) else "\n"

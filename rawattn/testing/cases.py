@@ -102,7 +102,7 @@ class Limits:
     memories: tuple[str, ...] = MEMORIES
     data: tuple[str, ...] = DATA
     alibi: tuple[str, ...] = ALIBI
-    scales: tuple[float | None, ...] = (None, 0.3, 1.0)
+    scales: tuple[float | None, ...] = (None, 0.3, 1.0, -0.5, 0.0)
     sink: tuple[bool, ...] = (False, True)
     windows: bool = True
     softcap: bool = True

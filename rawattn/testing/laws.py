@@ -39,7 +39,7 @@ class Law:
         try:
             self.check(op, case)
         except AssertionError as error:
-            repro = f'python -c "from rawattn.testing import *; {self.name}({op.name}, {case!r})"'
+            repro = f'python -c "{op.imports}; {self.name}({op.name}, {case!r})"'
             raise AssertionError(f"{self.name} on {op.name}: {error}\n  {repro}") from error
 
 

@@ -55,6 +55,7 @@ class Op:
     """
 
     name: str  # an expression that builds this op, for repro lines
+    imports: str = "from rawattn.testing import *"  # what the expression needs, and the laws
     call: Attention
     xp: Any = np  # where its arrays live: NumPy or CuPy
     limits: Limits = Limits()  # noqa: RUF009  frozen

@@ -27,8 +27,10 @@ extern "C" __global__ void __launch_bounds__(32) gemm_sm80(const __grid_constant
   auto load = [&](int step) {
     Stage& s = stages[step % 2];
     const int row = lane / 2, col = lane % 2 * 8, k0 = 16 * step;
-    ptx::cp_async_16(ptx::shared_address(&s.a[row][col]), p.a + (m0 + row) * p.k + k0 + col, m0 + row < p.m ? 16 : 0);
-    const unsigned short* b = TRANS_B ? p.b + (k0 + row) * p.n + n0 + col : p.b + (n0 + row) * p.k + k0 + col;
+    ptx::cp_async_16(ptx::shared_address(&s.a[row][col]), p.a + (m0 + row) * p.k + k0 + col,
+                     m0 + row < p.m ? 16 : 0);
+    const unsigned short* b =
+        TRANS_B ? p.b + (k0 + row) * p.n + n0 + col : p.b + (n0 + row) * p.k + k0 + col;
     ptx::cp_async_16(ptx::shared_address(&s.b[row][col]), b, 16);
   };
   float d[2][4] = {};

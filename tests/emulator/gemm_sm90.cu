@@ -34,8 +34,8 @@ __device__ __forceinline__ void produce(const GemmParams& p, Smem& s) {
     wait(ptx::shared_address(&s.empty[stage]), parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, 64 * 64 * 2 + kN * 64 * 2);
     ptx::tma_load_2d(ptx::shared_address(s.a[stage]), &p.a, full, 64 * step, 64 * blockIdx.x);
-    ptx::tma_load_multicast_2d(ptx::shared_address(s.b[stage] + rank * kN / kCluster * 64), &p.b, full, 3, 64 * step,
-                               kN * blockIdx.y + rank * kN / kCluster);
+    ptx::tma_load_multicast_2d(ptx::shared_address(s.b[stage] + rank * kN / kCluster * 64), &p.b,
+                               full, 3, 64 * step, kN * blockIdx.y + rank * kN / kCluster);
   }
 }
 
@@ -45,21 +45,24 @@ __device__ __forceinline__ void consume(const GemmParams& p, Smem& s) {
     const int stage = step % kStages, parity = step / kStages % 2;
     wait(ptx::shared_address(&s.full[stage]), parity);
     const unsigned a = ptx::shared_address(s.a[stage]), b = ptx::shared_address(s.b[stage]);
+    const unsigned empty = ptx::shared_address(&s.empty[stage]);
     ptx::wgmma_fence();
     for (int k = 0; k < 4; ++k) {
-      ptx::Wgmma<kN, ptx::WgmmaType::bf16>::ss<0, 0>(d, ptx::wgmma_descriptor(a + 32 * k, 16, 1024, ptx::Swizzle::b128),
-                                                     ptx::wgmma_descriptor(b + 32 * k, 16, 1024, ptx::Swizzle::b128),
-                                                     step > 0 || k > 0);
+      ptx::Wgmma<kN, ptx::WgmmaType::bf16>::ss<0, 0>(
+          d, ptx::wgmma_descriptor(a + 32 * k, 16, 1024, ptx::Swizzle::b128),
+          ptx::wgmma_descriptor(b + 32 * k, 16, 1024, ptx::Swizzle::b128), step > 0 || k > 0);
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    if (threadIdx.x < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&s.empty[stage]), threadIdx.x));
+    if (threadIdx.x < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
   }
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
   for (int i = 0; i < kN / 16; ++i) {
-    const unsigned r[4] = {ptx::cvt_bf16x2(d[8 * i], d[8 * i + 1]), ptx::cvt_bf16x2(d[8 * i + 2], d[8 * i + 3]),
-                           ptx::cvt_bf16x2(d[8 * i + 4], d[8 * i + 5]), ptx::cvt_bf16x2(d[8 * i + 6], d[8 * i + 7])};
-    ptx::stmatrix_x4(ptx::shared_address(s.c) + row * 128 + ((32 * i + lane / 16 * 16) ^ (row % 8 * 16)), r);
+    const unsigned r[4] = {
+        ptx::cvt_bf16x2(d[8 * i], d[8 * i + 1]), ptx::cvt_bf16x2(d[8 * i + 2], d[8 * i + 3]),
+        ptx::cvt_bf16x2(d[8 * i + 4], d[8 * i + 5]), ptx::cvt_bf16x2(d[8 * i + 6], d[8 * i + 7])};
+    ptx::stmatrix_x4(
+        ptx::shared_address(s.c) + row * 128 + ((32 * i + lane / 16 * 16) ^ (row % 8 * 16)), r);
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(1, 128);

@@ -12,9 +12,6 @@
 #ifndef TYPE
 #define TYPE bf16
 #endif
-#ifndef SWIZZLE
-#define SWIZZLE b128
-#endif
 #ifndef TRANS_A
 #define TRANS_A 0
 #endif
@@ -67,7 +64,8 @@ extern "C" __global__ void box(const __grid_constant__ BoxParams p) {
   }
   __syncthreads();
   wait(full, 0);
-  for (int i = threadIdx.x; i < p.bytes / 4; i += blockDim.x) p.seen[i] = reinterpret_cast<unsigned*>(data)[i];
+  for (int i = threadIdx.x; i < p.bytes / 4; i += blockDim.x)
+    p.seen[i] = reinterpret_cast<unsigned*>(data)[i];
   __syncthreads();
   if (threadIdx.x == 0) {
     ptx::BY_RANK(STORE, RANK)(&p.out, ptx::shared_address(data), AT(p.out_at));
@@ -121,7 +119,8 @@ extern "C" __global__ void ring(const __grid_constant__ RingParams p) {
   ptx::barrier_cluster_wait();
   if (threadIdx.x == 0) {
     ptx::st_shared_cluster(ptx::mapa(ptx::shared_address(&given), (rank + 1) % size), mine);
-    const float4 x = ptx::ld_shared_cluster(ptx::mapa(ptx::shared_address(&mine), (rank + size - 1) % size));
+    const float4 x =
+        ptx::ld_shared_cluster(ptx::mapa(ptx::shared_address(&mine), (rank + size - 1) % size));
     reinterpret_cast<float4*>(p.read)[blockIdx.x] = x;
   }
   __syncwarp();
@@ -161,7 +160,7 @@ struct WgmmaParams {
   const unsigned* a_registers;  // [steps][128][4]
   float* d;                     // [64][N]
   int a_bytes, b_bytes, a_leading, a_stride, a_step, b_leading, b_stride, b_step;
-  int steps;
+  int steps, swizzle;
 };
 extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant__ WgmmaParams p) {
   extern __shared__ __align__(1024) uint4 image[];
@@ -171,15 +170,16 @@ extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant_
   ptx::fence_proxy_async();
   __syncthreads();
   ptx::setmaxnreg_inc<232>();
+  const auto swizzle = static_cast<ptx::Swizzle>(p.swizzle);
   using Product = ptx::Wgmma<N, ptx::WgmmaType::TYPE>;
   float d[N / 2];
   ptx::wgmma_pin(d);
   ptx::wgmma_fence();
   for (int step = 0; step < p.steps; ++step) {
-    const auto a = ptx::wgmma_descriptor(ptx::shared_address(image) + step * p.a_step, p.a_leading, p.a_stride,
-                                         ptx::Swizzle::SWIZZLE);
-    const auto b = ptx::wgmma_descriptor(ptx::shared_address(b_image) + step * p.b_step, p.b_leading, p.b_stride,
-                                         ptx::Swizzle::SWIZZLE);
+    const auto a = ptx::wgmma_descriptor(ptx::shared_address(image) + step * p.a_step, p.a_leading,
+                                         p.a_stride, swizzle);
+    const auto b = ptx::wgmma_descriptor(ptx::shared_address(b_image) + step * p.b_step,
+                                         p.b_leading, p.b_stride, swizzle);
 #if A_IN_REGISTERS
     unsigned r[4];
     for (int i = 0; i < 4; ++i) r[i] = p.a_registers[(step * 128 + threadIdx.x) * 4 + i];

@@ -15,9 +15,10 @@ from rawattn.device import Device
 from rawattn.plan import Plan, plan
 from rawattn.request import Arrays, Options, plain, problem_of
 from rawattn.testing import Limits, Op
-from tools.emulator.driver import EmulatorError, run
+from tools.emulator.build import EmulatorError
+from tools.emulator.driver import run
 
-# What keeps the number of configs, each of which g++ takes seconds for, and the time of a case small.
+# Few configs, since g++ takes seconds for each, and small cases.
 LIMITS = Limits(
     dtypes=("float16", "bfloat16"), head_dims=(40, 64), max_len=150, max_heads=4, max_batch=3
 )
@@ -30,10 +31,12 @@ def run_plan(
     seed: int,
     *,
     kernels: Path | None = None,
+    flags: Sequence[str] = (),
 ) -> None:
     """Runs the launches of `plan`. `arrays` are the pointers of its Params by field, `scalars` the
     fields that the plan does not decide. Only `out` and `lse` may be written. `kernels` is the
-    folder of the sources, where it is another than the package's. Raises EmulatorError.
+    folder of the sources, where it is another than the package's; `flags` are for g++. Raises
+    EmulatorError.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     for name, array in given.items():
@@ -54,6 +57,7 @@ def run_plan(
             list(given.values()),
             seed,
             folders=(kernels or registry.cuda_folder(),),
+            flags=flags,
         )
 
 
@@ -72,6 +76,7 @@ def attention(
     device: str = "H200",
     seeds: int | Sequence[int] = 2,
     kernels: Path | None = None,
+    flags: Sequence[str] = (),
     **options: Any,
 ) -> None:
     """`flash_attn_varlen_func`, or without `cu_seqlens_q` `flash_attn_func`, as `device` would run
@@ -97,7 +102,7 @@ def attention(
         seeds = range(first, first + seeds)
     results = set()
     for seed in seeds:
-        run_plan(chosen, scalars, fields, seed, kernels=kernels)
+        run_plan(chosen, scalars, fields, seed, kernels=kernels, flags=flags)
         results.add((out.tobytes(), lse.tobytes()))
     if len(results) > 1:
         raise EmulatorError(f"seeds {list(seeds)} give different results")
@@ -105,4 +110,5 @@ def attention(
 
 def emulator_op() -> Op:
     """The kernels that an H200 would run, for the laws."""
-    return Op(name="emulator_op()", call=attention, xp=np, limits=LIMITS)
+    imports = "from rawattn.testing import *; from tools.emulator.attention import emulator_op"
+    return Op(name="emulator_op()", imports=imports, call=attention, xp=np, limits=LIMITS)

@@ -17,8 +17,11 @@ struct BarrierWord {
 static_assert(sizeof(BarrierWord) == 8);
 
 static BarrierWord load_word(const Thread& thread, u32 bar, const char* what) {
-  const auto word = std::bit_cast<BarrierWord>(*reinterpret_cast<u64*>(shared(thread, bar, 8, 8, what)));
-  if (word.tag != 1) fail(thread, "%s: no mbarrier at shared address 0x%x (never initialised, or overwritten)", what, bar);
+  const auto word =
+      std::bit_cast<BarrierWord>(*reinterpret_cast<u64*>(shared(thread, bar, 8, 8, what)));
+  if (word.tag != 1)
+    fail(thread, "%s: no mbarrier at shared address 0x%x (never initialised, or overwritten)", what,
+         bar);
   return word;
 }
 
@@ -60,7 +63,8 @@ void mbarrier_arrive(u32 bar, int expect_bytes, bool arrives) {
   Thread& self = *machine.self;
   const char* what = arrives ? "mbarrier.arrive" : "mbarrier.expect_tx";
   BarrierWord word = load_word(self, bar, what);
-  if (expect_bytes < 0 || word.bytes + expect_bytes >= 1 << 20) fail(self, "%s: %d bytes are too many", what, expect_bytes);
+  if (expect_bytes < 0 || word.bytes + expect_bytes >= 1 << 20)
+    fail(self, "%s: %d bytes are too many", what, expect_bytes);
   if (arrives && word.pending == 0) {
     fail(self, "%s at dynamic + %d: all %u arrivals of this phase have been made", what,
          int(bar & 0xffffff) - int(machine.dynamic_base), u32(word.expected));
@@ -74,7 +78,8 @@ void mbarrier_arrive(u32 bar, int expect_bytes, bool arrives) {
 static void complete_bytes(const Thread& issuer, Block& block, u32 bar, u32 bytes) {
   const u32 address = (block.rank + 1) << 24 | bar;
   BarrierWord word = load_word(issuer, address, "completion of a bulk copy");
-  if (word.bytes - int(bytes) <= -(1 << 20)) fail(issuer, "mbarrier: more bytes complete than it can count");
+  if (word.bytes - int(bytes) <= -(1 << 20))
+    fail(issuer, "mbarrier: more bytes complete than it can count");
   word.bytes -= bytes;
   store_word(issuer, address, word);
 }
@@ -85,8 +90,10 @@ bool mbarrier_wait(u32 bar, int parity, bool sleeps) {
   const char* what = sleeps ? "mbarrier.try_wait" : "mbarrier.test_wait";
   if (parity != 0 && parity != 1) fail(self, "%s: parity %d", what, parity);
   if (load_word(self, bar, what).phase == u64(parity)) {
-    if (sleeps) wait(State::mbarrier, what, bar);
-    else yield();
+    if (sleeps)
+      wait(State::mbarrier, what, bar);
+    else
+      yield();
     return load_word(self, bar, what).phase != u64(parity);
   }
   schedule();
@@ -114,8 +121,10 @@ void check_proxy(const Thread& issuer, Block& block, u32 offset, u32 bytes, cons
     if (write.writer == 0 || issuer.fence_time > write.time) continue;
     const Thread& writer = thread_numbered(*block.cluster, write.writer);
     if (writer.fence_time > write.time) continue;
-    fail(issuer, "%s reads shared address 0x%x (dynamic + %d), which thread %u wrote without fence.proxy.async since", what,
-         i * 4, int(i * 4) - int(machine.dynamic_base), (write.writer - 1) & 1023);
+    fail(issuer,
+         "%s reads shared address 0x%x (dynamic + %d), which thread %u wrote without "
+         "fence.proxy.async since",
+         what, i * 4, int(i * 4) - int(machine.dynamic_base), (write.writer - 1) & 1023);
   }
 }
 
@@ -124,8 +133,10 @@ static void check_barrier_fence(const Thread& issuer, u32 bar) {
   const Write& write = block.writes[(bar & 0xffffff) / 4];
   if (write.writer == 0) return;
   const Thread& writer = thread_numbered(*block.cluster, write.writer);
-  const u32 fence = std::max({issuer.fence_time, issuer.mbarrier_fence_time, writer.fence_time, writer.mbarrier_fence_time});
-  if (fence <= write.time) fail(issuer, "bulk copy: no fence.mbarrier_init since its mbarrier was initialised");
+  const u32 fence = std::max({issuer.fence_time, issuer.mbarrier_fence_time, writer.fence_time,
+                              writer.mbarrier_fence_time});
+  if (fence <= write.time)
+    fail(issuer, "bulk copy: no fence.mbarrier_init since its mbarrier was initialised");
 }
 
 // ---- Operations ----
@@ -142,7 +153,8 @@ static void land(Operation& o) {
       u8* to = block->memory + c.offset;
       std::memset(to, 0, 16);
       if (c.global != nullptr) std::memcpy(to + c.from, c.global + c.from, c.to - c.from);
-      for (u32 i = c.offset / 4; i < c.offset / 4 + 4; ++i) block->in_flight[i] = 0, block->writes[i] = {0, 0};
+      for (u32 i = c.offset / 4; i < c.offset / 4 + 4; ++i)
+        block->in_flight[i] = 0, block->writes[i] = {0, 0};
     }
     complete_bytes(*o.issuer, *block, o.bar, o.bytes);
   }
@@ -158,7 +170,18 @@ static void read(Operation& o) {
   }
 }
 
-enum Element : u8 { u8_type, u16_type, u32_type, i32_type, u64_type, i64_type, f16_type, f32_type, f64_type, bf16_type };
+enum Element : u8 {
+  u8_type,
+  u16_type,
+  u32_type,
+  i32_type,
+  u64_type,
+  i64_type,
+  f16_type,
+  f32_type,
+  f64_type,
+  bf16_type
+};
 
 static void add(u8 element, u8* to, const u8* from, u32 bytes) {
   const auto each = [&]<class T>(T, auto sum) {
@@ -171,18 +194,24 @@ static void add(u8 element, u8* to, const u8* from, u32 bytes) {
     }
   };
   switch (element) {
-    case f32_type: return each(float{}, [](float a, float b) { return a + b; });
-    case f16_type: return each(u16{}, [](u16 a, u16 b) { return u16(to_f16(from_f16(a) + from_f16(b))); });
-    case bf16_type: return each(u16{}, [](u16 a, u16 b) { return u16(to_bf16(from_bf16(a) + from_bf16(b))); });
-    default: return each(u32{}, [](u32 a, u32 b) { return a + b; });
+    case f32_type:
+      return each(float{}, [](float a, float b) { return a + b; });
+    case f16_type:
+      return each(u16{}, [](u16 a, u16 b) { return u16(to_f16(from_f16(a) + from_f16(b))); });
+    case bf16_type:
+      return each(u16{}, [](u16 a, u16 b) { return u16(to_bf16(from_bf16(a) + from_bf16(b))); });
+    default:
+      return each(u32{}, [](u32 a, u32 b) { return a + b; });
   }
 }
 
 static void write(Operation& o) {
   const u8* from = o.staged.data();
   for (const Chunk& c : o.chunks) {
-    if (c.global != nullptr && o.kind == Bulk::store) std::memcpy(c.global + c.from, from + c.from, c.to - c.from);
-    if (c.global != nullptr && o.kind == Bulk::reduce_add) add(o.element, c.global + c.from, from + c.from, c.to - c.from);
+    if (c.global != nullptr && o.kind == Bulk::store)
+      std::memcpy(c.global + c.from, from + c.from, c.to - c.from);
+    if (c.global != nullptr && o.kind == Bulk::reduce_add)
+      add(o.element, c.global + c.from, from + c.from, c.to - c.from);
     from += 16;
   }
 }
@@ -219,8 +248,11 @@ static void issue(Operation* o) {
   o->id = ++machine.operations_issued;
   for (Block* block : o->targets) {
     for (const Chunk& c : o->chunks) {
-      std::memset(shared(*o->issuer, (block->rank + 1) << 24 | c.offset, 16, 16, "bulk load destination"), kPoison, 16);
-      for (u32 i = c.offset / 4; i < c.offset / 4 + 4; ++i) block->in_flight[i] = kOperation | o->id;
+      std::memset(
+          shared(*o->issuer, (block->rank + 1) << 24 | c.offset, 16, 16, "bulk load destination"),
+          kPoison, 16);
+      for (u32 i = c.offset / 4; i < c.offset / 4 + 4; ++i)
+        block->in_flight[i] = kOperation | o->id;
     }
   }
   machine.operations.push_back(o);
@@ -235,13 +267,16 @@ void bulk_wait(int pending, bool read_only) {
   Thread& self = *machine.self;
   std::vector<Operation*> due;
   for (Operation* o : machine.operations) {
-    if (o->issuer == &self && o->products == nullptr && o->kind != Bulk::load && int(o->group) + pending < int(self.bulk_group)) {
+    if (o->issuer == &self && o->products == nullptr && o->kind != Bulk::load &&
+        int(o->group) + pending < int(self.bulk_group)) {
       due.push_back(o);
     }
   }
   for (Operation* o : due) {
-    if (!read_only) finish(o);
-    else if (!o->has_read) read(*o);
+    if (!read_only)
+      finish(o);
+    else if (!o->has_read)
+      read(*o);
   }
   schedule();
 }
@@ -249,7 +284,9 @@ void bulk_wait(int pending, bool read_only) {
 void end_of_thread(Thread& thread) {
   for (const Operation* o : machine.operations) {
     if (o->issuer == &thread && o->products == nullptr && o->kind != Bulk::load && !o->has_read) {
-      fail(thread, "returns while its bulk store has not read shared memory: no cp.async.bulk.wait_group.read. Issued by %s",
+      fail(thread,
+           "returns while its bulk store has not read shared memory: no "
+           "cp.async.bulk.wait_group.read. Issued by %s",
            o->place.c_str());
     }
   }
@@ -258,7 +295,9 @@ void end_of_thread(Thread& thread) {
 void end_of_block(Block& block) {
   for (const Operation* o : machine.operations) {
     if (std::count(o->targets.begin(), o->targets.end(), &block) != 0) {
-      fail(*o->issuer, "block %u of the cluster ends while a bulk load into it is under way. Issued by %s", block.rank, o->place.c_str());
+      fail(*o->issuer,
+           "block %u of the cluster ends while a bulk load into it is under way. Issued by %s",
+           block.rank, o->place.c_str());
     }
   }
 }
@@ -276,9 +315,11 @@ constexpr u64 kMagic = 0x70616d20756d6520;  // " emu map"
 
 static TensorMap tensor_map(const void* map) {
   EMU_HERE();
-  const u8 *p = static_cast<const u8*>(map), *params = static_cast<const u8*>(machine.launch.params);
+  const u8 *p = static_cast<const u8*>(map),
+           *params = static_cast<const u8*>(machine.launch.params);
   if (p < params || p + 128 > params + machine.launch.params_bytes) {
-    fail(*machine.self, "tensor map at %p: must lie in the kernel's __grid_constant__ parameter", map);
+    fail(*machine.self, "tensor map at %p: must lie in the kernel's __grid_constant__ parameter",
+         map);
   }
   if (u64(p) % 64 != 0) fail(*machine.self, "tensor map at %p: not a multiple of 64", map);
   TensorMap m;
@@ -298,14 +339,18 @@ static u32 swizzled(u32 address, u32 mode) {
   return address ^ (address >> 7 & bits) << 4;
 }
 
-void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, int rank, const int* at) {
+void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, int rank,
+                 const int* at) {
   EMU_HERE();
   Thread& self = *machine.self;
-  const char* what = kind == Bulk::load ? "TMA load" : kind == Bulk::store ? "TMA store" : "TMA reduction";
+  const char* what = kind == Bulk::load    ? "TMA load"
+                     : kind == Bulk::store ? "TMA store"
+                                           : "TMA reduction";
   const TensorMap m = tensor_map(map);
   EMU_HERE();
   if (rank != m.rank) fail(self, "%s of %d dimensions from a tensor map of %d", what, rank, m.rank);
-  if (address % 128 != 0) fail(self, "%s: shared address 0x%x is not a multiple of 128", what, address);
+  if (address % 128 != 0)
+    fail(self, "%s: shared address 0x%x is not a multiple of 128", what, address);
   auto* o = new Operation;
   o->kind = kind;
   o->bar = bar;
@@ -324,11 +369,13 @@ void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, i
       inside &= c >= 0 && c < m.dim[i];
       line += c * static_cast<long long>(m.stride[i]);
     }
-    const long long low = -static_cast<long long>(at[0]) * m.element_bytes;  // the tensor's row, in bytes of the box's row
+    const long long low = -static_cast<long long>(at[0]) *
+                          m.element_bytes;  // the tensor's row, in bytes of the box's row
     const long long high = low + static_cast<long long>(m.dim[0]) * m.element_bytes;
     for (u32 byte = 0; byte < row_bytes; byte += 16) {
       Chunk c{swizzled(address + row * row_bytes + byte, m.swizzle), nullptr, 0, 0};
-      const long long from = std::clamp(low - byte, 0ll, 16ll), to = std::clamp(high - byte, 0ll, 16ll);
+      const long long from = std::clamp(low - byte, 0ll, 16ll),
+                      to = std::clamp(high - byte, 0ll, 16ll);
       if (inside && from < to) {
         c = {c.offset, line - low + byte, u8(from), u8(to)};
         global(self, c.global + from, u32(to - from), 1, kind != Bulk::load, what);
@@ -343,7 +390,8 @@ void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, i
     if (blocks == 0) o->targets.push_back(self.warp->block);
     for (u32 i = 0; i < 16; ++i) {
       if (!(blocks >> i & 1) || !(blocks >> 16)) continue;
-      if (i >= peers.size()) fail(self, "%s: multicast to block %u of a cluster of %zu", what, i, peers.size());
+      if (i >= peers.size())
+        fail(self, "%s: multicast to block %u of a cluster of %zu", what, i, peers.size());
       o->targets.push_back(&peers[i]);
     }
   }
@@ -353,8 +401,11 @@ void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, i
 void bulk_copy(Bulk kind, u32 address, const void* at, int bytes, u32 bar) {
   EMU_HERE();
   Thread& self = *machine.self;
-  const char* what = kind == Bulk::load ? "bulk load" : kind == Bulk::store ? "bulk store" : "bulk reduction";
-  if (bytes <= 0 || bytes % 16 != 0) fail(self, "%s: %d bytes, not a positive multiple of 16", what, bytes);
+  const char* what = kind == Bulk::load    ? "bulk load"
+                     : kind == Bulk::store ? "bulk store"
+                                           : "bulk reduction";
+  if (bytes <= 0 || bytes % 16 != 0)
+    fail(self, "%s: %d bytes, not a positive multiple of 16", what, bytes);
   shared(self, address, u32(bytes), 16, what);
   u8* p = global(self, at, u32(bytes), 16, kind != Bulk::load, what);
   auto* o = new Operation;
@@ -376,7 +427,8 @@ void bulk_copy(Bulk kind, u32 address, const void* at, int bytes, u32 bar) {
 u32 cluster_rank() { return machine.self->warp->block->rank; }
 u32 map_rank(u32 address, u32 rank) {
   EMU_HERE();
-  if (rank >= machine.self->warp->block->cluster->blocks.size()) fail(*machine.self, "mapa: no block %u in the cluster", rank);
+  if (rank >= machine.self->warp->block->cluster->blocks.size())
+    fail(*machine.self, "mapa: no block %u in the cluster", rank);
   return (address & 0xffffff) | (rank + 1) << 24;
 }
 void cluster_access(u32 address, float* x, bool write) {

@@ -36,7 +36,9 @@ static void leave() {  // the end of a thread
   self.frame = nullptr;
   for_lanes(warp.waiting, [&](u32 lane) {
     const Thread& other = warp.lane[lane];
-    if (other.call.mask & bit) fail(other, "%s with mask %08x, but lane %u returns", other.call.name, other.call.mask, self.lane);
+    if (other.call.mask & bit)
+      fail(other, "%s with mask %08x, but lane %u returns", other.call.name, other.call.mask,
+           self.lane);
   });
   self.state = State::done;
   warp.ready &= ~bit;
@@ -62,7 +64,8 @@ static void thread_main() {
 static std::vector<std::pair<void*, size_t>> mappings;
 
 static u8* map(size_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   mappings.emplace_back(p, bytes);
   return static_cast<u8*>(p);
@@ -104,7 +107,8 @@ static void start(Cluster& cluster, u32 number) {  // the cluster with this numb
   cluster.arrived_warps = 0;
   for (u32 rank = 0; rank < cluster.blocks.size(); ++rank) {
     Block& block = cluster.blocks[rank];
-    block.index = {first.x + rank % size.x, first.y + rank / size.x % size.y, first.z + rank / size.x / size.y};
+    block.index = {first.x + rank % size.x, first.y + rank / size.x % size.y,
+                   first.z + rank / size.x / size.y};
     block.live_warps = u32(block.warps.size());
     std::memset(block.memory, kPoison, kWindow);
     block.in_flight.assign(kWindow / 4, 0);
@@ -160,8 +164,10 @@ static void run_grid(u32 resident) {
       if (c.live_blocks != 0 || c.blocks.empty()) continue;
       stop_warps_of(c);
       --left;
-      if (next < order.size()) start(c, order[next++]);
-      else c.blocks.clear();
+      if (next < order.size())
+        start(c, order[next++]);
+      else
+        c.blocks.clear();
     }
   }
 }
@@ -172,15 +178,19 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     return;
   }
   char text[200];
-  const char* what = signal == SIGFPE ? "integer division by zero or overflow" : "invalid memory access";
-  std::snprintf(text, sizeof text, "%s at address %p (an access that g++ does not instrument, or a stack overflow)", what,
-                info->si_addr);
+  const char* what =
+      signal == SIGFPE ? "integer division by zero or overflow" : "invalid memory access";
+  std::snprintf(text, sizeof text,
+                "%s at address %p (an access that g++ does not instrument, or a stack overflow)",
+                what, info->si_addr);
 #if defined(__x86_64__)
   const auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
-  void* frame[2] = {reinterpret_cast<void*>(registers[REG_RBP]), reinterpret_cast<void*>(registers[REG_RIP] + 1)};
+  void* frame[2] = {reinterpret_cast<void*>(registers[REG_RBP]),
+                    reinterpret_cast<void*>(registers[REG_RIP] + 1)};
 #elif defined(__aarch64__)
   const auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext;
-  void* frame[2] = {reinterpret_cast<void*>(registers.regs[29]), reinterpret_cast<void*>(registers.pc + 1)};
+  void* frame[2] = {reinterpret_cast<void*>(registers.regs[29]),
+                    reinterpret_cast<void*>(registers.pc + 1)};
 #else
   void* frame[2] = {nullptr, nullptr};
 #endif
@@ -192,8 +202,10 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
 static void draw_policy() {
   Random& random = machine.random;
   static constexpr u32 kShuffles[] = {0, 1, 16, 256, 4096}, kPreempts[] = {50, 1000, 100000};
-  static constexpr Landing kLandings[] = {Landing::at_wait, Landing::at_wait, Landing::any_time, Landing::any_time, Landing::at_once};
-  machine.policy = {kShuffles[random.below(5)], kPreempts[random.below(3)], kLandings[random.below(5)]};
+  static constexpr Landing kLandings[] = {Landing::at_wait, Landing::at_wait, Landing::any_time,
+                                          Landing::any_time, Landing::at_once};
+  machine.policy = {kShuffles[random.below(5)], kPreempts[random.below(3)],
+                    kLandings[random.below(5)]};
 }
 
 }  // namespace emu
@@ -207,7 +219,8 @@ extern "C" __attribute__((visibility("default"))) int emu_launch(const Launch* l
   machine.launch = *launch;
   machine.random.state = launch->seed;
   machine.arrays.assign(launch->arrays, launch->arrays + launch->array_count);
-  std::sort(machine.arrays.begin(), machine.arrays.end(), [](const Array& a, const Array& b) { return a.begin < b.begin; });
+  std::sort(machine.arrays.begin(), machine.arrays.end(),
+            [](const Array& a, const Array& b) { return a.begin < b.begin; });
   machine.lowest_priority = 1u << 31;
   draw_policy();
   refuel();
@@ -218,7 +231,7 @@ extern "C" __attribute__((visibility("default"))) int emu_launch(const Launch* l
   const stack_t ours = {signal_stack, 0, sizeof signal_stack};
   stack_t theirs;
   sigaltstack(&ours, &theirs);
-  struct sigaction action {}, before[3];
+  struct sigaction action{}, before[3];
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   const int signals[] = {SIGSEGV, SIGBUS, SIGFPE};
@@ -230,4 +243,3 @@ extern "C" __attribute__((visibility("default"))) int emu_launch(const Launch* l
   mappings.clear();
   return machine.failed;
 }
-

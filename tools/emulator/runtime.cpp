@@ -21,7 +21,8 @@ static u32 live_threads(const Block& block) {
 u32 Thread::number() const { return 1 + (warp->block->rank << 10) + warp->index * 32 + lane; }
 
 // ---- Errors ----
-std::string frame_item(void* address) {  // " @offset" in the shared object; driver.py makes a source line of it
+std::string frame_item(
+    void* address) {  // " @offset" in the shared object; driver.py makes a source line of it
   Dl_info info;
   char item[32];
   if (dladdr(address, &info) == 0) return "";
@@ -44,13 +45,14 @@ std::string frames(const Thread& thread) {  // of the functions that led to the 
 std::string place(const Thread& t) {
   char text[160];
   const Dim& b = t.warp->block->index;
-  std::snprintf(text, sizeof text, "block (%u, %u, %u) thread (%u, %u, %u) [warp %u, lane %u]", b.x, b.y, b.z, t.index.x,
-                t.index.y, t.index.z, t.warp->index, t.lane);
+  std::snprintf(text, sizeof text, "block (%u, %u, %u) thread (%u, %u, %u) [warp %u, lane %u]", b.x,
+                b.y, b.z, t.index.x, t.index.y, t.index.z, t.warp->index, t.lane);
   return text;
 }
 
 void stop(const std::string& text) {
-  std::snprintf(machine.launch.error, machine.launch.error_bytes, "%s: %s", machine.launch.name, text.c_str());
+  std::snprintf(machine.launch.error, machine.launch.error_bytes, "%s: %s", machine.launch.name,
+                text.c_str());
   machine.failed = true;
   to_main();
   __builtin_unreachable();
@@ -68,7 +70,8 @@ void fail(const Thread& thread, const char* format, ...) {
 [[noreturn]] static void fail_deadlock(const char* why) {
   std::string text = why;
   for (const Warp* warp : machine.warps) {
-    for (u32 left = warp->live; left != 0;) {  // lanes that wait for the same thing are told of once
+    for (u32 left = warp->live;
+         left != 0;) {  // lanes that wait for the same thing are told of once
       const Thread& first = warp->lane[__builtin_ctz(left)];
       u32 same = 0;
       for (u32 lane = 0; lane < 32; ++lane) {
@@ -83,9 +86,12 @@ void fail(const Thread& thread, const char* format, ...) {
       const Dim& b = warp->block->index;
       char head[96];
       std::snprintf(head, sizeof head, "\n block (%u, %u, %u) warp %u", b.x, b.y, b.z, warp->index);
-      text += std::string(head) + lanes + (first.state == State::ready ? "runs" : std::string("wait in ") + first.waits_for);
+      text += std::string(head) + lanes +
+              (first.state == State::ready ? "runs" : std::string("wait in ") + first.waits_for);
       if (first.state == State::barrier) text += " " + std::to_string(first.waits_at);
-      if (first.state == State::mbarrier) text += " at dynamic + " + std::to_string(int(first.waits_at & 0xffffff) - int(machine.dynamic_base));
+      if (first.state == State::mbarrier)
+        text += " at dynamic + " +
+                std::to_string(int(first.waits_at & 0xffffff) - int(machine.dynamic_base));
       text += "\n " + frames(first);
       left &= ~same;
     }
@@ -103,7 +109,8 @@ void refuel() { machine.fuel = 1 + machine.random.below(2 * machine.policy.preem
 
 Thread* choose() {
   Machine& m = machine;
-  if ((++m.decisions & 0xffff) == 0 && now() > m.deadline) fail_deadlock("no end within the time limit: a livelock, or too large a problem.");
+  if ((++m.decisions & 0xffff) == 0 && now() > m.deadline)
+    fail_deadlock("no end within the time limit: a livelock, or too large a problem.");
   Warp* best = m.current;
   if (m.random.one_in(m.policy.shuffle_warps)) {
     m.warps[m.random.below(m.warps.size())]->priority = m.random.next() | 1u << 31;
@@ -125,7 +132,8 @@ Thread* choose() {
 void schedule() {
   Machine& m = machine;
   if (!m.self->copies.empty()) land_copies(*m.self);
-  if (m.policy.landing == Landing::any_time && !m.operations.empty() && m.random.one_in(8)) advance_operation();
+  if (m.policy.landing == Landing::any_time && !m.operations.empty() && m.random.one_in(8))
+    advance_operation();
   Thread* next = choose();
   while (next == nullptr && advance_operation()) next = choose();
   if (next == nullptr) fail_deadlock("deadlock: every thread waits.");
@@ -172,10 +180,14 @@ static void check_partners(const Thread& self, u32 mask) {
       fail(self, "%s with mask %08x, but lane %u has returned", self.call.name, mask, other.lane);
     }
     if (other.state != State::collective || !(other.call.mask >> self.lane & 1)) continue;
-    if (other.call.name != self.call.name || other.call.mask != mask || other.call.key != self.call.key) {
-      fail(self, "divergence: this lane calls %s (mask %08x, operands %llx), lane %u calls %s (mask %08x, operands %llx)%s",
-           self.call.name, mask, static_cast<unsigned long long>(self.call.key), other.lane, other.call.name, other.call.mask,
-           static_cast<unsigned long long>(other.call.key), frames(other).c_str());
+    if (other.call.name != self.call.name || other.call.mask != mask ||
+        other.call.key != self.call.key) {
+      fail(self,
+           "divergence: this lane calls %s (mask %08x, operands %llx), lane %u calls %s (mask "
+           "%08x, operands %llx)%s",
+           self.call.name, mask, static_cast<unsigned long long>(self.call.key), other.lane,
+           other.call.name, other.call.mask, static_cast<unsigned long long>(other.call.key),
+           frames(other).c_str());
     }
   }
 }
@@ -184,7 +196,8 @@ void collective(const Call& call, State (*execute)(Warp&, u32)) {
   Thread& self = *machine.self;
   Warp& warp = *self.warp;
   self.call = call;
-  if (!(call.mask >> self.lane & 1)) fail(self, "%s: mask %08x lacks the calling lane", call.name, call.mask);
+  if (!(call.mask >> self.lane & 1))
+    fail(self, "%s: mask %08x lacks the calling lane", call.name, call.mask);
   check_partners(self, call.mask);
   warp.waiting |= 1u << self.lane;
   bool all = (warp.waiting & call.mask) == call.mask;
@@ -197,8 +210,10 @@ void collective(const Call& call, State (*execute)(Warp&, u32)) {
   warp.waiting &= ~call.mask;
   for (u32 left = call.mask; left != 0; left &= left - 1) {
     Thread& thread = warp.lane[__builtin_ctz(left)];
-    if (next == State::ready) wake(thread);
-    else block(thread, next, call.name, u32(call.key));
+    if (next == State::ready)
+      wake(thread);
+    else
+      block(thread, next, call.name, u32(call.key));
   }
   schedule();
 }
@@ -218,7 +233,9 @@ static void complete(Barrier& barrier) {
       Thread& thread = warp->lane[__builtin_ctz(left)];
       auto& call = *static_cast<BarrierCall*>(thread.call.data);
       const bool all = barrier.votes == int(threads);
-      call.result = call.kind == Sync::count ? barrier.votes : call.kind == Sync::vote_or ? barrier.votes > 0 : all;
+      call.result = call.kind == Sync::count     ? barrier.votes
+                    : call.kind == Sync::vote_or ? barrier.votes > 0
+                                                 : all;
       wake(thread);
     }
   }
@@ -232,16 +249,19 @@ static State arrive(Warp& warp, u32 mask) {
   const u32 id = u32(first.call.key);
   Barrier& barrier = warp.block->barriers[id];
   if (barrier.arrived != 0 && barrier.threads != call.threads) {
-    fail(first, "barrier %u: %u threads expected here, %u by those that arrived before", id, call.threads, barrier.threads);
+    fail(first, "barrier %u: %u threads expected here, %u by those that arrived before", id,
+         call.threads, barrier.threads);
   }
   barrier.threads = call.threads;
   barrier.arrived += call.threads == 0 ? __builtin_popcount(mask) : 32;
   for (u32 left = mask; left != 0; left &= left - 1) {
-    barrier.votes += static_cast<BarrierCall*>(warp.lane[__builtin_ctz(left)].call.data)->predicate != 0;
+    barrier.votes +=
+        static_cast<BarrierCall*>(warp.lane[__builtin_ctz(left)].call.data)->predicate != 0;
   }
   if (call.waits) barrier.waiting.push_back(&warp);
   const u32 expected = call.threads == 0 ? live_threads(*warp.block) : call.threads;
-  if (barrier.arrived > expected) fail(first, "barrier %u: %u threads arrived, %u expected", id, barrier.arrived, expected);
+  if (barrier.arrived > expected)
+    fail(first, "barrier %u: %u threads arrived, %u expected", id, barrier.arrived, expected);
   if (barrier.arrived < expected) return call.waits ? State::barrier : State::ready;
   complete(barrier);
   return State::ready;
@@ -250,14 +270,16 @@ static State arrive(Warp& warp, u32 mask) {
 static int barrier(const char* name, u32 id, BarrierCall call) {
   Thread& self = *machine.self;
   if (id > 15) fail(self, "%s: barrier %u: there are 16", name, id);
-  if (call.threads % 32 != 0) fail(self, "%s: %u threads: not a multiple of the warp", name, call.threads);
+  if (call.threads % 32 != 0)
+    fail(self, "%s: %u threads: not a multiple of the warp", name, call.threads);
   collective({name, self.warp->lanes, u64(call.threads) << 32 | id, &call}, arrive);
   return call.result;
 }
 
 int sync_block(Sync kind, int predicate) {
   EMU_HERE();
-  static const char* const names[] = {"__syncthreads", "__syncthreads_and", "__syncthreads_or", "__syncthreads_count"};
+  static const char* const names[] = {"__syncthreads", "__syncthreads_and", "__syncthreads_or",
+                                      "__syncthreads_count"};
   return barrier(names[int(kind)], 0, {0, true, kind, predicate, 0});
 }
 void barrier_sync(u32 id, u32 threads) {
@@ -290,15 +312,17 @@ static bool cluster_complete(const Cluster& cluster) {
 
 void cluster_arrive() {
   EMU_HERE();
-  collective({"barrier.cluster.arrive", machine.self->warp->lanes, 0, nullptr}, [](Warp& warp, u32) {
-    if (warp.cluster_arrived) fail(warp.lane[0], "barrier.cluster.arrive twice without a wait");
-    warp.cluster_arrived = true;
-    Cluster& cluster = *warp.block->cluster;
-    ++cluster.arrived_warps;
-    warp.cluster_waits = true;
-    if (cluster_complete(cluster)) complete_cluster(cluster);
-    return State::ready;
-  });
+  collective({"barrier.cluster.arrive", machine.self->warp->lanes, 0, nullptr},
+             [](Warp& warp, u32) {
+               if (warp.cluster_arrived)
+                 fail(warp.lane[0], "barrier.cluster.arrive twice without a wait");
+               warp.cluster_arrived = true;
+               Cluster& cluster = *warp.block->cluster;
+               ++cluster.arrived_warps;
+               warp.cluster_waits = true;
+               if (cluster_complete(cluster)) complete_cluster(cluster);
+               return State::ready;
+             });
 }
 
 void cluster_wait() {

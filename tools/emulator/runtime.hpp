@@ -23,7 +23,7 @@ struct Dim {
 constexpr u32 kWindow = 256 << 10;  // shared memory of a block, with room around it
 constexpr u32 kStaticBase = 1024;   // as on the GPU, the first KB belongs to the system
 constexpr u32 kStackBytes = 256 << 10;
-constexpr u8 kPoison = 0xff;        // NaN in every format
+constexpr u8 kPoison = 0xff;  // NaN in every format
 
 struct Block;
 struct Cluster;
@@ -58,8 +58,9 @@ struct Thread {
   u32 waits_at = 0;  // barrier number, or shared address of an mbarrier
   std::vector<Copy> copies;
   u32 copy_group = 0, bulk_group = 0;
-  u32 fence_time = 0, mbarrier_fence_time = 0;  // of the last fence.proxy.async, fence.mbarrier_init
-  u32 number() const;                           // in the cluster, from 1
+  u32 fence_time = 0,
+      mbarrier_fence_time = 0;  // of the last fence.proxy.async, fence.mbarrier_init
+  u32 number() const;           // in the cluster, from 1
 };
 
 struct Product {  // a wgmma between its first warp's issue and its execution
@@ -69,8 +70,8 @@ struct Product {  // a wgmma between its first warp's issue and its execution
   bool a_in_registers, trans_a, trans_b, accumulate;
   u32 joined = 0;  // warps
   struct Part {
-    float* d;        // lane 0's accumulators, which name the warp's
-    u32 a[32][4];    // a in registers
+    float* d;      // lane 0's accumulators, which name the warp's
+    u32 a[32][4];  // a in registers
   } part[4];
 };
 
@@ -79,7 +80,7 @@ struct Warpgroup {
   u32 executed = 0;  // products that were at the front before
 };
 
-struct Accumulators {  // of one warp, while products work on them
+struct Accumulators {         // of one warp, while products work on them
   std::vector<float> values;  // [16][n]
   float* d[32];
   u32 n, last;  // last: number of the last product
@@ -94,9 +95,9 @@ struct Warp {
   std::unordered_map<float*, Accumulators> accumulators;
   u32 products_issued = 0, products_awaited = 0;
   std::vector<u32> product_groups;  // products issued when each group was committed
-  bool fenced = false;           // wgmma.fence since registers were last free to use
-  bool cluster_arrived = false;  // at barrier.cluster, which is not complete
-  bool cluster_waits = false;    // has arrived and must wait
+  bool fenced = false;              // wgmma.fence since registers were last free to use
+  bool cluster_arrived = false;     // at barrier.cluster, which is not complete
+  bool cluster_waits = false;       // has arrived and must wait
   Thread lane[32];
 };
 
@@ -106,7 +107,8 @@ struct Barrier {
   std::vector<Warp*> waiting;
 };
 
-struct Write {  // the last ordinary store to 4 bytes of shared memory; writer 0: none, or an asynchronous one
+struct
+    Write {  // the last ordinary store to 4 bytes of shared memory; writer 0: none, or an asynchronous one
   u32 time;
   u32 writer;
 };
@@ -116,8 +118,9 @@ struct Block {
   Dim index{};
   u32 rank = 0, live_warps = 0;
   u8* memory = nullptr;
-  std::vector<u32> in_flight;  // for each 4 bytes: what is under way to them: a thread's cp.async, a bulk copy, or 0
-  std::vector<Write> writes;   // for each 4 bytes
+  std::vector<u32>
+      in_flight;  // for each 4 bytes: what is under way to them: a thread's cp.async, a bulk copy, or 0
+  std::vector<Write> writes;  // for each 4 bytes
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   Barrier barriers[16];
@@ -138,7 +141,8 @@ struct Chunk {  // up to 16 bytes of a bulk copy
   u8 from, to;  // the bytes of the chunk that lie inside the tensor
 };
 
-struct Operation {  // a bulk copy, or (products) permission for a warpgroup to execute its oldest wgmma
+struct
+    Operation {  // a bulk copy, or (products) permission for a warpgroup to execute its oldest wgmma
   Thread* issuer = nullptr;
   Warp* products = nullptr;  // the first of the warpgroup
   Bulk kind = Bulk::load;
@@ -221,7 +225,8 @@ enum class Sync : u8 { plain, vote_and, vote_or, count };
 
 // ---- runtime.cpp: errors, scheduler, collective calls, barriers ----
 // Ends the launch. The text names kernel, block, thread, and the source lines that led to `thread`'s last call.
-[[noreturn]] void fail(const Thread& thread, const char* format, ...) __attribute__((format(printf, 2, 3)));
+[[noreturn]] void fail(const Thread& thread, const char* format, ...)
+    __attribute__((format(printf, 2, 3)));
 [[noreturn]] void stop(const std::string& text);
 std::string place(const Thread& thread);
 std::string frame_item(void* address);
@@ -253,7 +258,8 @@ void end_of_warp(Block& block);  // its absence may complete barriers
 
 // ---- memory.cpp ----
 u8* shared(const Thread& thread, u32 address, u32 bytes, u32 align, const char* what);
-u8* global(const Thread& thread, const void* address, u32 bytes, u32 align, bool write, const char* what);
+u8* global(const Thread& thread, const void* address, u32 bytes, u32 align, bool write,
+           const char* what);
 Block& block_of(const Thread& thread, u32 address, const char* what);  // of a cluster address
 void note_write(const Thread& thread, Block& block, u32 offset, u32 bytes);
 u32 place_dynamic_memory(bool barely_aligned);  // its first byte, aligned as the unit declares

@@ -25,7 +25,7 @@ emu_switch:
 )");
 static void* first_stack_pointer(u8* stack, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack + kStackBytes - 16);
-  *--top = nullptr;                           // the return address of `entry`, which does not return
+  *--top = nullptr;  // the return address of `entry`, which does not return
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   return top;

@@ -22,7 +22,8 @@ u64 shuffle(u32 mask, u64 value, u32 source) {
     for_lanes(mask, [&](u32 lane) {
       auto& call = operands<ShuffleCall>(warp, lane);
       // A lane outside the mask has no defined value: poison.
-      call.result = mask >> call.source & 1 ? operands<ShuffleCall>(warp, call.source).value : ~u64(0);
+      call.result =
+          mask >> call.source & 1 ? operands<ShuffleCall>(warp, call.source).value : ~u64(0);
     });
     return State::ready;
   });
@@ -58,14 +59,22 @@ u32 match_any(u32 mask, u64 value) {
 
 static u32 combine(u32 a, u32 b, Reduce kind) {
   switch (kind) {
-    case Reduce::add: return a + b;
-    case Reduce::min: return int(a) < int(b) ? a : b;
-    case Reduce::max: return int(a) > int(b) ? a : b;
-    case Reduce::umin: return a < b ? a : b;
-    case Reduce::umax: return a > b ? a : b;
-    case Reduce::bit_and: return a & b;
-    case Reduce::bit_or: return a | b;
-    case Reduce::bit_xor: return a ^ b;
+    case Reduce::add:
+      return a + b;
+    case Reduce::min:
+      return int(a) < int(b) ? a : b;
+    case Reduce::max:
+      return int(a) > int(b) ? a : b;
+    case Reduce::umin:
+      return a < b ? a : b;
+    case Reduce::umax:
+      return a > b ? a : b;
+    case Reduce::bit_and:
+      return a & b;
+    case Reduce::bit_or:
+      return a | b;
+    case Reduce::bit_xor:
+      return a ^ b;
   }
   __builtin_unreachable();
 }
@@ -74,8 +83,9 @@ u32 reduce(u32 mask, u32 value, Reduce kind) {
   collective({"reduce", mask, u64(kind), &value}, [](Warp& warp, u32 mask) {
     const u32 first = __builtin_ctz(mask);
     u32 result = operands<u32>(warp, first);
-    for_lanes(mask & (mask - 1),
-              [&](u32 lane) { result = combine(result, operands<u32>(warp, lane), Reduce(warp.lane[first].call.key)); });
+    for_lanes(mask & (mask - 1), [&](u32 lane) {
+      result = combine(result, operands<u32>(warp, lane), Reduce(warp.lane[first].call.key));
+    });
     for_lanes(mask, [&](u32 lane) { operands<u32>(warp, lane) = result; });
     return State::ready;
   });
@@ -111,7 +121,8 @@ void copy_async(u32 dst, const void* src, int bytes, int width) {
   const Copy copy{dst, self.copy_group, u8(bytes), u8(width), static_cast<const u8*>(src)};
   if (machine.policy.landing == Landing::at_once) return land(self, copy);
   std::memset(to, kPoison, width);
-  for (int i = 0; i < width; i += 4) block.in_flight[(dst + i) / 4] = 1 + self.warp->index * 32 + self.lane;
+  for (int i = 0; i < width; i += 4)
+    block.in_flight[(dst + i) / 4] = 1 + self.warp->index * 32 + self.lane;
   self.copies.push_back(copy);
 }
 
@@ -135,19 +146,21 @@ struct MatrixCall {
 void load_matrix(u32* r, u32 src, int count, bool transposed) {
   EMU_HERE();
   MatrixCall call{r, src};
-  collective({transposed ? "ldmatrix.trans" : "ldmatrix", ~0u, u64(count), &call}, [](Warp& warp, u32) {
+  collective({transposed ? "ldmatrix.trans" : "ldmatrix", ~0u, u64(count), &call}, [](Warp& warp,
+                                                                                      u32) {
     const Call& first = warp.lane[0].call;
     const bool transposed = first.name[8] != 0;
     for (u32 m = 0; m < first.key; ++m) {
       const u16* rows[8];
       for (u32 i = 0; i < 8; ++i) {
         const Thread& thread = warp.lane[8 * m + i];
-        rows[i] = reinterpret_cast<u16*>(shared(thread, operands<MatrixCall>(warp, 8 * m + i).address, 16, 16, first.name));
+        rows[i] = reinterpret_cast<u16*>(
+            shared(thread, operands<MatrixCall>(warp, 8 * m + i).address, 16, 16, first.name));
       }
       for (u32 lane = 0; lane < 32; ++lane) {
         const u32 a = lane / 4, b = 2 * (lane % 4);
-        operands<MatrixCall>(warp, lane).r[m] =
-            transposed ? rows[b][a] | u32(rows[b + 1][a]) << 16 : rows[a][b] | u32(rows[a][b + 1]) << 16;
+        operands<MatrixCall>(warp, lane).r[m] = transposed ? rows[b][a] | u32(rows[b + 1][a]) << 16
+                                                           : rows[a][b] | u32(rows[a][b + 1]) << 16;
       }
     }
     return State::ready;
@@ -215,8 +228,10 @@ void mma_16x8x16(float* d, const u32* a, u32 b0, u32 b1, Format format) {
   EMU_HERE();
   MmaCall call{d, a, b0, b1};
   collective({"mma.m16n8k16", ~0u, u64(format), &call}, [](Warp& warp, u32) {
-    if (Format(warp.lane[0].call.key) == Format::bf16) mma_warp(warp, from_bf16);
-    else mma_warp(warp, from_f16);
+    if (Format(warp.lane[0].call.key) == Format::bf16)
+      mma_warp(warp, from_bf16);
+    else
+      mma_warp(warp, from_f16);
     return State::ready;
   });
 }

@@ -18,22 +18,31 @@ struct WgmmaCall {
 
 // ---- Matrix descriptors (PTX ISA: "Matrix Descriptor Format", "Strides") ----
 struct Descriptor {
-  u32 start, leading, stride, span;  // span: bytes of a row of the pattern: 16 (no swizzle), 32, 64, 128
+  u32 start, leading, stride,
+      span;  // span: bytes of a row of the pattern: 16 (no swizzle), 32, 64, 128
 };
 
 static Descriptor decode(const Thread& thread, u64 bits) {
   static constexpr u32 kSpans[] = {16, 128, 64, 32};
-  const Descriptor d{u32(bits & 0x3fff) << 4, u32(bits >> 16 & 0x3fff) << 4, u32(bits >> 32 & 0x3fff) << 4, kSpans[bits >> 62]};
-  if (bits & 0x3ff1c000c000c000) fail(thread, "wgmma descriptor %016llx: reserved bits are set", static_cast<unsigned long long>(bits));
-  if (bits >> 49 & 7) fail(thread, "wgmma descriptor %016llx: a base offset is not supported", static_cast<unsigned long long>(bits));
+  const Descriptor d{u32(bits & 0x3fff) << 4, u32(bits >> 16 & 0x3fff) << 4,
+                     u32(bits >> 32 & 0x3fff) << 4, kSpans[bits >> 62]};
+  if (bits & 0x3ff1c000c000c000)
+    fail(thread, "wgmma descriptor %016llx: reserved bits are set",
+         static_cast<unsigned long long>(bits));
+  if (bits >> 49 & 7)
+    fail(thread, "wgmma descriptor %016llx: a base offset is not supported",
+         static_cast<unsigned long long>(bits));
   return d;
 }
 
-static u32 swizzled(u32 address, u32 span) { return address ^ (address >> 7 & (span / 16 - 1)) << 4; }
+static u32 swizzled(u32 address, u32 span) {
+  return address ^ (address >> 7 & (span / 16 - 1)) << 4;
+}
 
 // `rows` x 32 bytes of an operand, K innermost. K-major: a pattern row holds `span` bytes of K. MN-major: it holds
 // span / 2 columns of one K.
-static void gather(const Thread& thread, u64 bits, bool mn_major, u32 first_row, u32 rows, u8 (*to)[32], const char* what) {
+static void gather(const Thread& thread, u64 bits, bool mn_major, u32 first_row, u32 rows,
+                   u8 (*to)[32], const char* what) {
   const Descriptor d = decode(thread, bits);
   Block& block = *thread.warp->block;
   const auto chunk = [&](u32 offset) {
@@ -46,7 +55,8 @@ static void gather(const Thread& thread, u64 bits, bool mn_major, u32 first_row,
     for (u32 r = first_row; r < first_row + rows; ++r) {
       for (u32 half = 0; half < 2; ++half) {
         const u32 across = d.span == 16 ? half * d.leading : half * 16;
-        std::memcpy(to[r - first_row] + 16 * half, chunk(r % 8 * d.span + r / 8 * d.stride + across), 16);
+        std::memcpy(to[r - first_row] + 16 * half,
+                    chunk(r % 8 * d.span + r / 8 * d.stride + across), 16);
       }
     }
     return;
@@ -54,8 +64,9 @@ static void gather(const Thread& thread, u64 bits, bool mn_major, u32 first_row,
   for (u32 k = 0; k < 16; ++k) {
     for (u32 r = first_row; r < first_row + rows; r += 8) {  // 8 columns of 2 bytes
       const u32 width = d.span / 2;
-      const u32 offset = d.span == 16 ? r / 8 * d.stride + k % 8 * 16 + k / 8 * d.leading
-                                      : r % width * 2 + r / width * d.leading + k % 8 * d.span + k / 8 * d.stride;
+      const u32 offset =
+          d.span == 16 ? r / 8 * d.stride + k % 8 * 16 + k / 8 * d.leading
+                       : r % width * 2 + r / width * d.leading + k % 8 * d.span + k / 8 * d.stride;
       const u8* from = chunk(offset);
       for (u32 i = 0; i < 8; ++i) std::memcpy(to[r - first_row + i] + 2 * k, from + 2 * i, 2);
     }
@@ -66,7 +77,9 @@ static void widen(const u8* from, Format format, float* to, u32& count) {
   count = format == Format::e4m3 ? 32 : 16;
   for (u32 i = 0; i < count; ++i) {
     const u32 bits = format == Format::e4m3 ? from[i] : from[2 * i] | from[2 * i + 1] << 8;
-    to[i] = format == Format::e4m3 ? from_e4m3(bits) : format == Format::bf16 ? from_bf16(bits) : from_f16(bits);
+    to[i] = format == Format::e4m3   ? from_e4m3(bits)
+            : format == Format::bf16 ? from_bf16(bits)
+                                     : from_f16(bits);
   }
 }
 
@@ -89,11 +102,14 @@ static void retire(Warp& warp) {
   });
 }
 
-static void multiply(Warp& warp, const Product& p, const Product::Part& part, const float (&b)[32][256], u32 depth) {
+static void multiply(Warp& warp, const Product& p, const Product::Part& part,
+                     const float (&b)[32][256], u32 depth) {
   u8 a_bytes[16][32];
   if (p.a_in_registers) {
     for (u32 lane = 0; lane < 32; ++lane) {
-      for (u32 i = 0; i < 4; ++i) std::memcpy(&a_bytes[lane / 4 + 8 * (i % 2)][4 * (lane % 4) + 16 * (i / 2)], &part.a[lane][i], 4);
+      for (u32 i = 0; i < 4; ++i)
+        std::memcpy(&a_bytes[lane / 4 + 8 * (i % 2)][4 * (lane % 4) + 16 * (i / 2)],
+                    &part.a[lane][i], 4);
     }
   } else {
     gather(warp.lane[0], p.a, p.trans_a, warp.index % 4 * 16, 16, a_bytes, "wgmma (a)");
@@ -135,7 +151,8 @@ void execute_product(Warp& first) {
 
 static void drop_permission(const Warp& first) {
   auto& all = machine.operations;
-  const auto o = std::find_if(all.begin(), all.end(), [&](const Operation* o) { return o->products == &first; });
+  const auto o = std::find_if(all.begin(), all.end(),
+                              [&](const Operation* o) { return o->products == &first; });
   delete *o;
   all.erase(o);
 }
@@ -168,25 +185,35 @@ static State issue(Warp& warp, u32) {
   if (!warp.fenced) fail(thread, "wgmma without wgmma.fence since registers were last free to use");
   for (u32 lane = 1; lane < 32; ++lane) {
     const auto& other = operands<WgmmaCall>(warp, lane);
-    if (other.a_descriptor != call.a_descriptor || other.b_descriptor != call.b_descriptor || other.accumulate != call.accumulate) {
+    if (other.a_descriptor != call.a_descriptor || other.b_descriptor != call.b_descriptor ||
+        other.accumulate != call.accumulate) {
       fail(warp.lane[lane], "wgmma: descriptors or accumulate differ from lane 0's");
     }
   }
   Warpgroup& group = group_of(warp);
   const u32 number = warp.products_issued++;
   if (number == group.executed + group.products.size()) {
-    group.products.push_back({call.a_descriptor, call.b_descriptor, call.n, call.format, call.a != nullptr, call.trans_a,
-                              call.trans_b, call.accumulate, 0, {}});
+    group.products.push_back({call.a_descriptor,
+                              call.b_descriptor,
+                              call.n,
+                              call.format,
+                              call.a != nullptr,
+                              call.trans_a,
+                              call.trans_b,
+                              call.accumulate,
+                              0,
+                              {}});
   }
   Product& p = group.products[number - group.executed];
-  if (p.a != call.a_descriptor || p.b != call.b_descriptor || p.n != call.n || p.format != call.format ||
-      p.a_in_registers != (call.a != nullptr) || p.trans_a != call.trans_a || p.trans_b != call.trans_b ||
-      p.accumulate != call.accumulate) {
+  if (p.a != call.a_descriptor || p.b != call.b_descriptor || p.n != call.n ||
+      p.format != call.format || p.a_in_registers != (call.a != nullptr) ||
+      p.trans_a != call.trans_a || p.trans_b != call.trans_b || p.accumulate != call.accumulate) {
     fail(thread, "wgmma: operands differ from those of another warp of the warpgroup");
   }
   Product::Part& part = p.part[warp.index % 4];
   part.d = call.d;
-  for (u32 lane = 0; lane < 32 && call.a != nullptr; ++lane) std::memcpy(part.a[lane], operands<WgmmaCall>(warp, lane).a, 16);
+  for (u32 lane = 0; lane < 32 && call.a != nullptr; ++lane)
+    std::memcpy(part.a[lane], operands<WgmmaCall>(warp, lane).a, 16);
   accumulators(warp, call.d, call.n).last = number;
   if (++p.joined < 4) return State::ready;
   auto* o = new Operation;
@@ -196,14 +223,18 @@ static State issue(Warp& warp, u32) {
   return State::ready;
 }
 
-void wgmma(float* d, int n, Format format, u64 a, const u32* registers, u64 b, int trans_a, int trans_b, bool accumulate) {
+void wgmma(float* d, int n, Format format, u64 a, const u32* registers, u64 b, int trans_a,
+           int trans_b, bool accumulate) {
   EMU_HERE();
   Thread& self = *machine.self;
   if (n % 8 != 0 || n < 8 || n > 256) fail(self, "wgmma: n = %d", n);
-  if (format == Format::e4m3 && (trans_a || trans_b)) fail(self, "wgmma: 8-bit operands must be K-major");
-  if (self.warp->index / 4 * 4 + 4 > self.warp->block->warps.size()) fail(self, "wgmma: the warpgroup has fewer than 4 warps");
+  if (format == Format::e4m3 && (trans_a || trans_b))
+    fail(self, "wgmma: 8-bit operands must be K-major");
+  if (self.warp->index / 4 * 4 + 4 > self.warp->block->warps.size())
+    fail(self, "wgmma: the warpgroup has fewer than 4 warps");
   WgmmaCall call{d, registers, a, b, u32(n), format, trans_a != 0, trans_b != 0, accumulate};
-  const u64 key = u64(n) | u64(format) << 16 | u64(trans_a) << 24 | u64(trans_b) << 25 | u64(registers != nullptr) << 26;
+  const u64 key = u64(n) | u64(format) << 16 | u64(trans_a) << 24 | u64(trans_b) << 25 |
+                  u64(registers != nullptr) << 26;
   collective({"wgmma.mma_async", ~0u, key, &call}, issue);
 }
 
@@ -227,7 +258,8 @@ void wgmma_wait(int pending) {
       drop_permission(first);
       execute_product(first);
     }
-    if (group.executed < warp.products_awaited) return State::product;  // another warp has not issued it yet
+    if (group.executed < warp.products_awaited)
+      return State::product;  // another warp has not issued it yet
     retire(warp);
     return State::ready;
   });
@@ -236,14 +268,17 @@ void wgmma_wait(int pending) {
 // ---- Roles of warps ----
 void set_registers(int count, bool more) {
   EMU_HERE();
-  if (count % 8 != 0 || count < 24 || count > 256) fail(*machine.self, "setmaxnreg: %d registers", count);
-  collective({more ? "setmaxnreg.inc" : "setmaxnreg.dec", ~0u, u64(count), nullptr}, [](Warp&, u32) { return State::ready; });
+  if (count % 8 != 0 || count < 24 || count > 256)
+    fail(*machine.self, "setmaxnreg: %d registers", count);
+  collective({more ? "setmaxnreg.inc" : "setmaxnreg.dec", ~0u, u64(count), nullptr},
+             [](Warp&, u32) { return State::ready; });
 }
 
 bool elect() {
   EMU_HERE();
   collective({"elect.sync", ~0u, 0, nullptr}, [](Warp&, u32) { return State::ready; });
-  return machine.self->lane == (machine.launch.seed & 31);  // always the same lane, but do not ask which
+  return machine.self->lane ==
+         (machine.launch.seed & 31);  // always the same lane, but do not ask which
 }
 
 }  // namespace emu

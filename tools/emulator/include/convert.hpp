@@ -58,7 +58,8 @@ inline unsigned to_f8(float x, int mantissa, int bias, double largest) {
   const double y = std::fmin(round_to(std::fabs(double(x)), mantissa, 1 - bias), largest);
   if (y < std::ldexp(1.0, 1 - bias)) return sign | unsigned(std::ldexp(y, bias - 1 + mantissa));
   const int exponent = std::ilogb(y);
-  return sign | unsigned(exponent + bias) << mantissa | (unsigned(std::ldexp(y, mantissa - exponent)) & ((1u << mantissa) - 1));
+  return sign | unsigned(exponent + bias) << mantissa |
+         (unsigned(std::ldexp(y, mantissa - exponent)) & ((1u << mantissa) - 1));
 }
 inline unsigned to_e4m3(float x) { return to_f8(x, 3, 7, 448); }
 inline unsigned to_e5m2(float x) { return to_f8(x, 2, 15, 57344); }

@@ -23,14 +23,14 @@
 #define __align__(n) alignas(n)
 
 // ---- Vector types ----
-#define EMU_VECTOR(name, type, align2, align4)                                       \
-  struct name##1 { type x; };                                                        \
-  struct alignas(align2) name##2 { type x, y; };                                     \
-  struct name##3 { type x, y, z; };                                                  \
-  struct alignas(align4) name##4 { type x, y, z, w; };                               \
-  inline name##1 make_##name##1(type x) { return {x}; }                              \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                   \
-  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }        \
+#define EMU_VECTOR(name, type, align2, align4)                                \
+  struct name##1 { type x; };                                                 \
+  struct alignas(align2) name##2 { type x, y; };                              \
+  struct name##3 { type x, y, z; };                                           \
+  struct alignas(align4) name##4 { type x, y, z, w; };                        \
+  inline name##1 make_##name##1(type x) { return {x}; }                       \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; }            \
+  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; } \
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 EMU_VECTOR(char, signed char, 2, 4)
 EMU_VECTOR(uchar, unsigned char, 2, 4)
@@ -65,27 +65,32 @@ unsigned declare_dynamic(unsigned align);
 enum class Reduce : unsigned char { add, min, max, umin, umax, bit_and, bit_or, bit_xor };
 enum class Sync : unsigned char { plain, vote_and, vote_or, count };
 
-int sync_block(Sync kind, int predicate);                       // every thread of the block
+int sync_block(Sync kind, int predicate);  // every thread of the block
 void sync_warp(unsigned mask);
 std::uint64_t shuffle(unsigned mask, std::uint64_t value, unsigned source);
 unsigned ballot(unsigned mask, bool predicate);
 unsigned match_any(unsigned mask, std::uint64_t value);
 unsigned reduce(unsigned mask, unsigned value, Reduce kind);
-void* atomic(const void* address, unsigned bytes);              // checks; other threads may run first
-void yield();                                                   // a thread that polls lets others run
+void* atomic(const void* address, unsigned bytes);  // checks; other threads may run first
+void yield();                                       // a thread that polls lets others run
 void fence();
 long long clock();
 [[noreturn]] void trap(const char* what);
 
 // `__shared__ T x;` and `extern __shared__ T x[];`: driver.py turns the two declarations into these.
 template <unsigned kKey, class T, unsigned kAlign>
-inline const unsigned static_offset = reserve_static(sizeof(T), kAlign > alignof(T) ? kAlign : alignof(T));
+inline const unsigned static_offset =
+    reserve_static(sizeof(T), kAlign > alignof(T) ? kAlign : alignof(T));
 template <unsigned kAlign>
 inline const unsigned dynamic_align = declare_dynamic(kAlign);
 template <unsigned kKey, class T, unsigned kAlign = 1>
-inline T& static_shared() { return *reinterpret_cast<T*>(static_memory(static_offset<kKey, T, kAlign>)); }
+inline T& static_shared() {
+  return *reinterpret_cast<T*>(static_memory(static_offset<kKey, T, kAlign>));
+}
 template <class T, unsigned kAlign = 16>
-inline T* dynamic_shared() { return reinterpret_cast<T*>(dynamic_memory() + 0 * dynamic_align<kAlign>); }
+inline T* dynamic_shared() {
+  return reinterpret_cast<T*>(dynamic_memory() + 0 * dynamic_align<kAlign>);
+}
 
 template <class P>
 inline void call(void (*kernel)(P), const void* params) {
@@ -133,7 +138,8 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) 
 template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const unsigned lane = emu::lane_index();
-  return emu::shuffle_as(mask, value, (lane & (width - 1)) + delta < unsigned(width) ? lane + delta : lane);
+  return emu::shuffle_as(mask, value,
+                         (lane & (width - 1)) + delta < unsigned(width) ? lane + delta : lane);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
@@ -150,38 +156,51 @@ inline unsigned __match_any_sync(unsigned mask, T value) {
   return emu::match_any(mask, bits);
 }
 inline int __reduce_add_sync(unsigned m, int v) { return emu::reduce(m, v, emu::Reduce::add); }
-inline unsigned __reduce_add_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::add); }
+inline unsigned __reduce_add_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::add);
+}
 inline int __reduce_min_sync(unsigned m, int v) { return emu::reduce(m, v, emu::Reduce::min); }
-inline unsigned __reduce_min_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::umin); }
+inline unsigned __reduce_min_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::umin);
+}
 inline int __reduce_max_sync(unsigned m, int v) { return emu::reduce(m, v, emu::Reduce::max); }
-inline unsigned __reduce_max_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::umax); }
-inline unsigned __reduce_and_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::bit_and); }
-inline unsigned __reduce_or_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::bit_or); }
-inline unsigned __reduce_xor_sync(unsigned m, unsigned v) { return emu::reduce(m, v, emu::Reduce::bit_xor); }
+inline unsigned __reduce_max_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::umax);
+}
+inline unsigned __reduce_and_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::bit_and);
+}
+inline unsigned __reduce_or_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::bit_or);
+}
+inline unsigned __reduce_xor_sync(unsigned m, unsigned v) {
+  return emu::reduce(m, v, emu::Reduce::bit_xor);
+}
 
 // ---- Atomics: one thread runs at a time, so checking the address and giving others a turn is all it takes ----
 #define EMU_UNCHECKED __attribute__((no_sanitize("thread")))
-#define EMU_ATOMIC(name, expression)                                \
-  template <class T>                                                \
+#define EMU_ATOMIC(name, expression)                                       \
+  template <class T>                                                       \
   EMU_UNCHECKED inline T name(T* address, std::type_identity_t<T> value) { \
-    T* const p = static_cast<T*>(emu::atomic(address, sizeof(T)));  \
-    const T old = *p;                                               \
-    *p = expression;                                                \
-    return old;                                                     \
+    T* const p = static_cast<T*>(emu::atomic(address, sizeof(T)));         \
+    const T old = *p;                                                      \
+    *p = expression;                                                       \
+    return old;                                                            \
   }
 EMU_ATOMIC(atomicAdd, old + value)
 EMU_ATOMIC(atomicSub, old - value)
 EMU_ATOMIC(atomicExch, value)
 EMU_ATOMIC(atomicMin, old < value ? old : value)
 EMU_ATOMIC(atomicMax, old > value ? old : value)
-EMU_ATOMIC(atomicAnd, old & value)
+EMU_ATOMIC(atomicAnd, old& value)
 EMU_ATOMIC(atomicOr, old | value)
 EMU_ATOMIC(atomicXor, old ^ value)
 EMU_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 EMU_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
 #undef EMU_ATOMIC
 template <class T>
-EMU_UNCHECKED inline T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+EMU_UNCHECKED inline T atomicCAS(T* address, std::type_identity_t<T> expected,
+                                 std::type_identity_t<T> value) {
   T* const p = static_cast<T*>(emu::atomic(address, sizeof(T)));
   const T old = *p;
   if (old == expected) *p = value;
@@ -189,12 +208,30 @@ EMU_UNCHECKED inline T atomicCAS(T* address, std::type_identity_t<T> expected, s
 }
 
 // ---- Loads with cache hints ----
-template <class T> inline T __ldg(const T* p) { return *p; }
-template <class T> inline T __ldcg(const T* p) { return *p; }
-template <class T> inline T __ldca(const T* p) { return *p; }
-template <class T> inline T __ldcs(const T* p) { return *p; }
-template <class T> inline void __stcg(T* p, T v) { *p = v; }
-template <class T> inline void __stcs(T* p, T v) { *p = v; }
+template <class T>
+inline T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+inline T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+inline T __ldca(const T* p) {
+  return *p;
+}
+template <class T>
+inline T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+inline void __stcg(T* p, T v) {
+  *p = v;
+}
+template <class T>
+inline void __stcs(T* p, T v) {
+  *p = v;
+}
 
 // ---- Arithmetic ----
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
@@ -206,9 +243,18 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.f / a; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }  // never contracted
-inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
-inline float __fsub_rn(float a, float b) { volatile float r = a - b; return r; }
+inline float __fmul_rn(float a, float b) {
+  volatile float r = a * b;
+  return r;
+}  // never contracted
+inline float __fadd_rn(float a, float b) {
+  volatile float r = a + b;
+  return r;
+}
+inline float __fsub_rn(float a, float b) {
+  volatile float r = a - b;
+  return r;
+}
 inline float rsqrtf(float a) { return 1.f / std::sqrt(a); }
 inline float __expf(float a) { return std::exp(a); }
 inline float __exp2f(float a) { return std::exp2(a); }
@@ -226,7 +272,9 @@ inline int __popcll(unsigned long long a) { return std::popcount(a); }
 inline int __clz(int a) { return std::countl_zero(unsigned(a)); }
 inline int __ffs(int a) { return a == 0 ? 0 : std::countr_zero(unsigned(a)) + 1; }
 inline int __mulhi(int a, int b) { return int((long long)a * b >> 32); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned((unsigned long long)a * b >> 32);
+}
 inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned n) {
   return unsigned((((unsigned long long)hi << 32 | lo) << (n & 31)) >> 32);
 }
@@ -243,18 +291,20 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return r;
 }
 template <class A, class B>
-  requires(std::is_arithmetic_v<A> && std::is_arithmetic_v<B>)
-inline auto min(A a, B b) {
+requires(std::is_arithmetic_v<A>&& std::is_arithmetic_v<B>) inline auto min(A a, B b) {
   using T = std::common_type_t<A, B>;
-  if constexpr (std::is_floating_point_v<T>) return T(std::fmin(T(a), T(b)));
-  else return T(a) < T(b) ? T(a) : T(b);
+  if constexpr (std::is_floating_point_v<T>)
+    return T(std::fmin(T(a), T(b)));
+  else
+    return T(a) < T(b) ? T(a) : T(b);
 }
 template <class A, class B>
-  requires(std::is_arithmetic_v<A> && std::is_arithmetic_v<B>)
-inline auto max(A a, B b) {
+requires(std::is_arithmetic_v<A>&& std::is_arithmetic_v<B>) inline auto max(A a, B b) {
   using T = std::common_type_t<A, B>;
-  if constexpr (std::is_floating_point_v<T>) return T(std::fmax(T(a), T(b)));
-  else return T(a) < T(b) ? T(b) : T(a);
+  if constexpr (std::is_floating_point_v<T>)
+    return T(std::fmax(T(a), T(b)));
+  else
+    return T(a) < T(b) ? T(b) : T(a);
 }
 
 // ---- The rest ----

@@ -20,14 +20,24 @@ namespace ptx {
 inline unsigned shared_address(const void* pointer) { return emu::shared_address(pointer); }
 
 inline int opaque(int x) { return x; }
+template <class T>
+inline T* opaque(T* x) {
+  return x;
+}
 
 inline void bar_sync(int barrier, int threads) { emu::barrier_sync(barrier, threads); }
 
-inline void cp_async_16(unsigned dst, const void* src, int bytes) { emu::copy_async(dst, src, bytes, 16); }
-inline void cp_async_4(unsigned dst, const void* src, int bytes) { emu::copy_async(dst, src, bytes, 4); }
+inline void cp_async_16(unsigned dst, const void* src, int bytes) {
+  emu::copy_async(dst, src, bytes, 16);
+}
+inline void cp_async_4(unsigned dst, const void* src, int bytes) {
+  emu::copy_async(dst, src, bytes, 4);
+}
 inline void cp_async_commit_group() { emu::copy_async_commit(); }
 template <int kPending>
-inline void cp_async_wait_group() { emu::copy_async_wait(kPending); }
+inline void cp_async_wait_group() {
+  emu::copy_async_wait(kPending);
+}
 
 inline void ldmatrix_x4(unsigned (&r)[4], unsigned src) { emu::load_matrix(r, src, 4, false); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned src) { emu::load_matrix(r, src, 4, true); }

@@ -33,11 +33,19 @@ inline void mbarrier_init(unsigned bar, int arrivals) { emu::mbarrier_init(bar, 
 inline void mbarrier_inval(unsigned bar) { emu::mbarrier_inval(bar); }
 inline void fence_mbarrier_init() { emu::mbarrier_fence_init(); }
 inline void mbarrier_arrive(unsigned bar) { emu::mbarrier_arrive(bar, 0, true); }
-inline void mbarrier_arrive_cluster(unsigned cluster_bar) { emu::mbarrier_arrive(cluster_bar, 0, true); }
-inline void mbarrier_arrive_expect_tx(unsigned bar, int bytes) { emu::mbarrier_arrive(bar, bytes, true); }
+inline void mbarrier_arrive_cluster(unsigned cluster_bar) {
+  emu::mbarrier_arrive(cluster_bar, 0, true);
+}
+inline void mbarrier_arrive_expect_tx(unsigned bar, int bytes) {
+  emu::mbarrier_arrive(bar, bytes, true);
+}
 inline void mbarrier_expect_tx(unsigned bar, int bytes) { emu::mbarrier_arrive(bar, bytes, false); }
-inline bool mbarrier_try_wait(unsigned bar, int parity) { return emu::mbarrier_wait(bar, parity, true); }
-inline bool mbarrier_test_wait(unsigned bar, int parity) { return emu::mbarrier_wait(bar, parity, false); }
+inline bool mbarrier_try_wait(unsigned bar, int parity) {
+  return emu::mbarrier_wait(bar, parity, true);
+}
+inline bool mbarrier_test_wait(unsigned bar, int parity) {
+  return emu::mbarrier_wait(bar, parity, false);
+}
 
 inline void bar_arrive(int barrier, int threads) { emu::barrier_arrive(barrier, threads); }
 
@@ -46,7 +54,9 @@ inline unsigned mapa(unsigned address, unsigned rank) { return emu::map_rank(add
 inline void barrier_cluster_arrive() { emu::cluster_arrive(); }
 inline void barrier_cluster_arrive_relaxed() { emu::cluster_arrive(); }
 inline void barrier_cluster_wait() { emu::cluster_wait(); }
-inline void st_shared_cluster(unsigned cluster_address, float4 x) { emu::cluster_access(cluster_address, &x.x, true); }
+inline void st_shared_cluster(unsigned cluster_address, float4 x) {
+  emu::cluster_access(cluster_address, &x.x, true);
+}
 inline float4 ld_shared_cluster(unsigned cluster_address) {
   float4 x;
   emu::cluster_access(cluster_address, &x.x, false);
@@ -57,7 +67,9 @@ inline void fence_proxy_async() { emu::proxy_fence(); }
 inline void bulk_load(unsigned dst, const void* src, int bytes, unsigned bar) {
   emu::bulk_copy(emu::Bulk::load, dst, src, bytes, bar);
 }
-inline void bulk_store(void* dst, unsigned src, int bytes) { emu::bulk_copy(emu::Bulk::store, src, dst, bytes, 0); }
+inline void bulk_store(void* dst, unsigned src, int bytes) {
+  emu::bulk_copy(emu::Bulk::store, src, dst, bytes, 0);
+}
 inline void bulk_reduce_add_f32(float* dst, unsigned src, int bytes) {
   emu::bulk_copy(emu::Bulk::reduce_add, src, dst, bytes, 0);
 }
@@ -72,7 +84,9 @@ inline void bulk_wait_group() {
 }
 
 inline void stmatrix_x4(unsigned dst, const unsigned (&r)[4]) { emu::store_matrix(dst, r, false); }
-inline void stmatrix_x4_trans(unsigned dst, const unsigned (&r)[4]) { emu::store_matrix(dst, r, true); }
+inline void stmatrix_x4_trans(unsigned dst, const unsigned (&r)[4]) {
+  emu::store_matrix(dst, r, true);
+}
 
 inline unsigned short cvt_e4m3x2(float lo, float hi) {
   return static_cast<unsigned short>(emu::to_e4m3(lo) | emu::to_e4m3(hi) << 8);

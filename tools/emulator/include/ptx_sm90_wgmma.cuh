@@ -9,8 +9,8 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);
 // a: a descriptor, or four registers where `registers` is given.
-void wgmma(float* d, int n, Format format, std::uint64_t a, const unsigned* registers, std::uint64_t b, int trans_a,
-           int trans_b, bool accumulate);
+void wgmma(float* d, int n, Format format, std::uint64_t a, const unsigned* registers,
+           std::uint64_t b, int trans_a, int trans_b, bool accumulate);
 
 }  // namespace emu
 
@@ -23,12 +23,15 @@ inline void wgmma_wait_group() {
   emu::wgmma_wait(kPending);
 }
 template <int kN>
-inline void wgmma_pin(float (&)[kN]) {}
+inline void wgmma_pin([[maybe_unused]] float (&d)[kN]) {}
 
 enum class Swizzle { none = 0, b128 = 1, b64 = 2, b32 = 3 };
-inline unsigned long long wgmma_descriptor(unsigned address, int leading, int stride, Swizzle swizzle) {
-  return static_cast<unsigned long long>((address & 0x3ffff) >> 4) | static_cast<unsigned long long>(leading >> 4) << 16 |
-         static_cast<unsigned long long>(stride >> 4) << 32 | static_cast<unsigned long long>(swizzle) << 62;
+inline unsigned long long wgmma_descriptor(unsigned address, int leading, int stride,
+                                           Swizzle swizzle) {
+  return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
+         static_cast<unsigned long long>(leading >> 4) << 16 |
+         static_cast<unsigned long long>(stride >> 4) << 32 |
+         static_cast<unsigned long long>(swizzle) << 62;
 }
 
 enum class WgmmaType { bf16, f16, e4m3 };
@@ -40,7 +43,8 @@ struct Wgmma {
     emu::wgmma(d, kN, kFormat, a, nullptr, b, kTransA, kTransB, accumulate);
   }
   template <int kTransB = 0>
-  static void rs(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  static void rs(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                 bool accumulate) {
     emu::wgmma(d, kN, kFormat, 0, a, b, 0, kTransB, accumulate);
   }
 };
