@@ -1,13 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// FlashAttention-2 forward: out = softmax(mask(scale q k^T)) v, and lse, for dense, padded and packed batches.
+// FlashAttention-2 forward: out = softmax(mask(scale q k^T)) v, and lse, for dense, padded and
+// packed batches. Source: Dao 2023, FlashAttention-2.
 //
-// Grid: one block a tile of block_m query rows of one head (schedule.cuh). The outer loop over query tiles is the grid;
-// the loop inside runs over key tiles from the last to the first, so that masked tiles come at its two ends.
-// Warps: each owns block_m / warps rows and all keys of a tile ("split-Q"), so a softmax row never leaves a quad of lanes.
-// Registers: scores, probabilities and out stay in mma accumulators; probabilities become the A operand by renaming.
-// Numerics: float32 accumulation; probabilities rounded to the storage type before P V; exponents in log2 units with the
-// scale folded in; one division a row at the end. Rows without keys: out 0, lse -inf (softmax.cuh).
-// Source: Dao 2023, FlashAttention-2.
+// Grid: one block a tile of block_m query rows of one head (schedule.cuh): the outer loop over
+//   query tiles is the grid. The loop inside walks the key tiles from the last to the first, so
+//   masked tiles come at its two ends.
+// Warps: each owns block_m / warps rows and all keys of a tile ("split-Q"), so a softmax row never
+//   leaves a quad of lanes. Where heads are wide (column_warps = 2), a pair of warps shares twice
+//   as many rows, each scoring half of the keys and accumulating half of the columns: with 16 rows
+//   a warp, reading fragments would keep shared memory busier than the tensor cores (H200,
+//   2026-11-30, head_dim 256: 1.06 times the speed).
+// Registers: scores, probabilities and out stay in mma accumulators; probabilities become the A
+//   operand by renaming. They are the scarce thing: what the loop can do without is kept in shared
+//   memory or computed again.
+// Copies: cp.async, issued between the products that they run under (H200, 2026-11-30: 5 to 10 %
+//   faster than in one burst).
+// Numerics: float32 accumulation; probabilities rounded to the storage type before P V; exponents
+//   in log2 units with the scale folded in; one division a row at the end. A row without keys has
+//   out 0, lse -inf (softmax.cuh).
 #include "mask.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
@@ -25,8 +35,9 @@ struct WarpTile {
 // What the two warps that share rows tell each other; nothing where a warp has its rows for itself.
 template <class C, int kColumnWarps>
 struct PairSmem {
-  float row[kColumnWarps][C::block_m];  // of each half of the keys: the largest score, at the end the sum
-  Tile<C::block_m, C::block_n> p;       // probabilities
+  float row[kColumnWarps]
+           [C::block_m];  // of each half of the keys: the largest score, at the end the sum
+  Tile<C::block_m, C::block_n> p;  // probabilities
 };
 template <class C>
 struct PairSmem<C, 1> {};
@@ -50,15 +61,16 @@ struct FwdSm80Warp {
   using Smem = FwdSm80Smem<C>;
   static constexpr int kParts = C::column_warps;
   static constexpr int kRows = C::block_m / (C::warps / kParts);
-  static constexpr int kKeys = C::block_n / kParts;     // keys of a tile that this warp scores
-  static constexpr int kCols = C::value_dim / kParts;   // columns of out that it accumulates
+  static constexpr int kKeys = C::block_n / kParts;    // keys of a tile that this warp scores
+  static constexpr int kCols = C::value_dim / kParts;  // columns of out that it accumulates
   static constexpr int kMTiles = kRows / 16;
   static constexpr int kNTiles = kKeys / 8;
   static constexpr int kOutTiles = kCols / 8;
   static constexpr int kKSteps = C::head_dim / 16;
   static constexpr int kRing = C::fragments_ahead + 1;
   static constexpr int kQSlots = C::q_in_registers ? kKSteps : 2;
-  static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 16 == 0, "a warp's product is made of 16 x 16 blocks");
+  static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 16 == 0,
+                "a warp's product is made of 16 x 16 blocks");
 
   const FwdParams& p;
   WarpTile& at;
@@ -68,14 +80,21 @@ struct FwdSm80Warp {
   OnlineSoftmax<kMTiles> softmax;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int part() { return kParts == 1 ? 0 : threadIdx.x / 32 % kParts; }
-  static __device__ __forceinline__ int tile_row() { return threadIdx.x / (32 * kParts) * kRows; }  // its first row
+  static __device__ __forceinline__ int part() {
+    return kParts == 1 ? 0 : threadIdx.x / 32 % kParts;
+  }
+  static __device__ __forceinline__ int tile_row() {
+    return threadIdx.x / (32 * kParts) * kRows;
+  }  // its first row
   static __device__ __forceinline__ int first_key() { return part() * kKeys; }
   static __device__ __forceinline__ int first_col() { return part() * kCols; }
-  __device__ __forceinline__ int first_row() const { return at.query.m_block * C::block_m; }  // of the block
+  __device__ __forceinline__ int first_row() const {
+    return at.query.m_block * C::block_m;
+  }  // of the block
   __device__ __forceinline__ int warp_row() const { return first_row() + tile_row(); }
 
-  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, WarpTile& warp_tile) : p(params), at(warp_tile) {
+  __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, WarpTile& warp_tile)
+      : p(params), at(warp_tile) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -89,11 +108,13 @@ struct FwdSm80Warp {
   __device__ __forceinline__ void load_q(const Smem& smem, int step) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
-      ptx::ldmatrix_x4(q[step % kQSlots][mt], smem.q.down_then_across(tile_row() + 16 * mt, 16 * step, lane()));
+      ptx::ldmatrix_x4(q[step % kQSlots][mt],
+                       smem.q.down_then_across(tile_row() + 16 * mt, 16 * step, lane()));
     }
   }
 
-  // s = q k^T. `beside(i)` is called with block i of kScoreBlocks, for copies to run under the products.
+  // s = q k^T. `beside(i)` is called with block i of kScoreBlocks, for copies to run under the
+  // products.
   static constexpr int kScoreBlocks = kKSteps * kNTiles / 2;
   template <class Beside>
   __device__ __forceinline__ void score(const Smem& smem, int stage, const Beside& beside) {
@@ -109,7 +130,8 @@ struct FwdSm80Warp {
     unsigned b[kRing][4];  // blocks of 16 keys x 16 columns
     auto load = [&](int i) {
       if (!C::q_in_registers && i % kPairs == 0) load_q(smem, i / kPairs);
-      ptx::ldmatrix_x4(b[i % kRing], smem.k[stage].across_then_down(first_key() + i % kPairs * 16, i / kPairs * 16, lane()));
+      ptx::ldmatrix_x4(b[i % kRing], smem.k[stage].across_then_down(first_key() + i % kPairs * 16,
+                                                                    i / kPairs * 16, lane()));
     };
 #pragma unroll
     for (int i = 0; i < C::fragments_ahead; ++i) load(i);
@@ -123,7 +145,8 @@ struct FwdSm80Warp {
 #pragma unroll
         for (int mt = 0; mt < kMTiles; ++mt) {
           Element::mma(s[mt][2 * pair], q[step % kQSlots][mt], b[i % kRing][0], b[i % kRing][1]);
-          Element::mma(s[mt][2 * pair + 1], q[step % kQSlots][mt], b[i % kRing][2], b[i % kRing][3]);
+          Element::mma(s[mt][2 * pair + 1], q[step % kQSlots][mt], b[i % kRing][2],
+                       b[i % kRing][3]);
         }
       }
     }
@@ -151,7 +174,8 @@ struct FwdSm80Warp {
 
   // The largest score of each row, over the pair of warps that share it.
   __device__ __forceinline__ void share_max(Smem& smem, float (&row_max)[kMTiles][2]) {
-    if constexpr (kParts == 2) exchange(smem, row_max, [](float a, float b) { return fmaxf(a, b); });
+    if constexpr (kParts == 2)
+      exchange(smem, row_max, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // x = combine(x of this warp, x of the other one), a number a row.
@@ -164,13 +188,15 @@ struct FwdSm80Warp {
     sync_pair();
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
-      x[i / 2][i % 2] = combine(x[i / 2][i % 2], smem.pair.row[1 - part()][tile_row() + 8 * i + lane() / 4]);
+      x[i / 2][i % 2] =
+          combine(x[i / 2][i % 2], smem.pair.row[1 - part()][tile_row() + 8 * i + lane() / 4]);
     }
   }
 
   static __device__ __forceinline__ void sync_pair() { ptx::bar_sync(1 + threadIdx.x / 64, 64); }
 
-  // The A operand of rows mt and 16 keys of this warp: its probabilities, in accumulator layout, are only renamed.
+  // The A operand of rows mt and 16 keys of this warp: its probabilities, in accumulator layout,
+  // are only renamed.
   __device__ __forceinline__ void pack_p(unsigned (&a)[4], int mt, int step) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -179,16 +205,20 @@ struct FwdSm80Warp {
     }
   }
 
-  // out += p v. The probabilities of the other warp of a pair come through shared memory, under the products of the own.
+  // out += p v. The probabilities of the other warp of a pair come through shared memory, under the
+  // products of the own.
   template <class Beside>
   __device__ __forceinline__ void accumulate(Smem& smem, int stage, const Beside& beside) {
     if constexpr (kParts == 2) store_p(smem);
-    multiply(smem, stage, first_key(), [&](unsigned(&a)[4], int mt, int step) { pack_p(a, mt, step); }, beside);
+    multiply(
+        smem, stage, first_key(), [&](unsigned (&a)[4], int mt, int step) { pack_p(a, mt, step); },
+        beside);
     if constexpr (kParts == 2) {
       sync_pair();
       const int key = kKeys - first_key();
-      auto load_a = [&](unsigned(&a)[4], int mt, int step) {
-        ptx::ldmatrix_x4(a, smem.pair.p.down_then_across(tile_row() + 16 * mt, key + 16 * step, lane()));
+      auto load_a = [&](unsigned (&a)[4], int mt, int step) {
+        ptx::ldmatrix_x4(
+            a, smem.pair.p.down_then_across(tile_row() + 16 * mt, key + 16 * step, lane()));
       };
       multiply(smem, stage, key, load_a, [](int) {});
     }
@@ -211,17 +241,19 @@ struct FwdSm80Warp {
     }
   }
 
-  // out += p v over the kKeys keys from `key`; load_a(a, mt, step) gives p for 16 of them. `beside` as in score().
+  // out += p v over the kKeys keys from `key`; load_a(a, mt, step) gives p for 16 of them. `beside`
+  // as in score().
   static constexpr int kValueBlocks = kKeys / 16 * kOutTiles / 2;
   template <class LoadA, class Beside>
-  __device__ __forceinline__ void multiply(const Smem& smem, int stage, int key, const LoadA& load_a,
-                                           const Beside& beside) {
+  __device__ __forceinline__ void multiply(const Smem& smem, int stage, int key,
+                                           const LoadA& load_a, const Beside& beside) {
     constexpr int kPairs = kOutTiles / 2;
     constexpr int kSteps = kKeys / 16;
     unsigned b[kRing][4];  // blocks of 16 keys x 16 columns
     auto load = [&](int i) {
-      ptx::ldmatrix_x4_trans(b[i % kRing], smem.v[stage].down_then_across(
-                                               key + i / kPairs * 16, first_col() + i % kPairs * 16, lane()));
+      ptx::ldmatrix_x4_trans(b[i % kRing],
+                             smem.v[stage].down_then_across(key + i / kPairs * 16,
+                                                            first_col() + i % kPairs * 16, lane()));
     };
 #pragma unroll
     for (int i = 0; i < C::fragments_ahead; ++i) load(i);
@@ -244,10 +276,12 @@ struct FwdSm80Warp {
     }
   }
 
-  // Divides by the sum, writes lse, and leaves out (storage type) in smem.q, each warp its own block of it.
+  // Divides by the sum, writes lse, and leaves out (storage type) in smem.q, each warp its own
+  // block of it.
   __device__ __forceinline__ void finish(Smem& smem, float* lse, int q_len, float sink_log2) {
 #pragma unroll
-    for (int i = 0; i < 2 * kMTiles; ++i) softmax.sum[i / 2][i % 2] = quad_sum(softmax.sum[i / 2][i % 2]);
+    for (int i = 0; i < 2 * kMTiles; ++i)
+      softmax.sum[i / 2][i % 2] = quad_sum(softmax.sum[i / 2][i % 2]);
     if constexpr (kParts == 2) exchange(smem, softmax.sum, [](float a, float b) { return a + b; });
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -261,7 +295,8 @@ struct FwdSm80Warp {
         }
 #pragma unroll
         for (int ot = 0; ot < kOutTiles; ++ot) {
-          *reinterpret_cast<unsigned*>(&smem.q.data[tile_row() + row][first_col() + 8 * ot + 2 * (lane() % 4)]) =
+          *reinterpret_cast<unsigned*>(
+              &smem.q.data[tile_row() + row][first_col() + 8 * ot + 2 * (lane() % 4)]) =
               Element::pack(out[mt][ot][2 * half] * factor, out[mt][ot][2 * half + 1] * factor);
         }
       }
@@ -269,9 +304,20 @@ struct FwdSm80Warp {
   }
 
   // Stores the warp's block of smem.q, coalesced, clipped to q_len rows and value_dim columns.
-  __device__ __forceinline__ void store_out(const Smem& smem, unsigned short* dst, int q_len) const {
-    using Vector = typename Bytes<C::copy_bytes>::type;
-    constexpr int kPerCopy = C::copy_bytes / 2;
+  __device__ __forceinline__ void store_out(const Smem& smem, unsigned short* dst,
+                                            int q_len) const {
+    if constexpr (!C::narrow) {
+      store_as<uint4>(smem, dst, q_len);
+    } else if (p.copy_bytes == 4) {
+      store_as<unsigned>(smem, dst, q_len);
+    } else {
+      store_as<unsigned short>(smem, dst, q_len);
+    }
+  }
+
+  template <class Vector>
+  __device__ __forceinline__ void store_as(const Smem& smem, unsigned short* dst, int q_len) const {
+    constexpr int kPerCopy = sizeof(Vector) / 2;
     constexpr int kChunks = kCols / kPerCopy;
 #pragma unroll 4
     for (int i = lane(); i < kRows * kChunks; i += 32) {
@@ -287,13 +333,14 @@ struct FwdSm80Warp {
 
 // The loop over key tiles: leaves the warp's softmax state and unnormalised out.
 template <class C>
-__device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile, const Sequence& seq,
-                                       FwdSm80Smem<C>& smem, FwdSm80Warp<C>& warp) {
+__device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile,
+                                       const Sequence& seq, FwdSm80Smem<C>& smem,
+                                       FwdSm80Warp<C>& warp) {
   using Smem = FwdSm80Smem<C>;
   using Warp = FwdSm80Warp<C>;
-  using QCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::Q>;
-  using KCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::K>;
-  using VCopy = TileCopy<C::copy_bytes, C::threads, typename Smem::V>;
+  using QCopy = TileCopy<C::narrow, C::threads, typename Smem::Q>;
+  using KCopy = TileCopy<C::narrow, C::threads, typename Smem::K>;
+  using VCopy = TileCopy<C::narrow, C::threads, typename Smem::V>;
   const KeyInterval keys(p, seq);
   const int first_row = tile.m_block * C::block_m;
   const TileRange tiles(keys, first_row, min(first_row + C::block_m, seq.q_len) - 1, C::block_n);
@@ -306,30 +353,34 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
                   sequence_offset(p.cu_seqlens_k, tile.batch, p.stride_k_batch, p.stride_k_row);
   const auto* v = static_cast<const unsigned short*>(p.v) + kv_head * p.stride_v_head +
                   sequence_offset(p.cu_seqlens_k, tile.batch, p.stride_v_batch, p.stride_v_row);
-  QCopy q_copy(q, first_row, p.stride_q_row, p.head_dim);
-  KCopy k_copy(k, (tiles.last - 1) * C::block_n, p.stride_k_row, p.head_dim);
-  VCopy v_copy(v, (tiles.last - 1) * C::block_n, p.stride_v_row, p.value_dim);
-  const float slope_log2 = C::scores && p.alibi_slopes != nullptr
-                               ? p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head] * kLog2e
-                               : 0.f;
+  QCopy q_copy(q, first_row, p.stride_q_row, p.head_dim, p.copy_bytes);
+  const int last_key = (tiles.last - 1) * C::block_n;
+  KCopy k_copy(k, last_key, p.stride_k_row, p.head_dim, p.copy_bytes);
+  VCopy v_copy(v, last_key, p.stride_v_row, p.value_dim, p.copy_bytes);
+  const float slope_log2 =
+      C::scores && p.alibi_slopes != nullptr
+          ? p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head] * kLog2e
+          : 0.f;
 
-  // One key tile, n, before which `left` more are left. With one stage, V(n) loads under the scores of tile n and K(n - 1) under its P V; with two, K(n - 1)
-  // and V(n - 1) do. Only the tile that is loaded first, which is masked, can lack rows.
+  // One key tile, n, before which `left` more are left. With one stage, V(n) loads under the scores
+  // of tile n and K(n - 1) under its P V; with two, K(n - 1) and V(n - 1) do. Only the tile that is
+  // loaded first, which is masked, can lack rows.
   auto step = [&](auto masked, int left) {
     constexpr bool kMasked = decltype(masked)::value;
     const int stage = left % C::stages;
     const bool more = left > 0;
     const int first_key = kMasked || C::scores ? (warp.at.first_keys + left) * C::block_n : 0;
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // what tile n needs next has landed, and no warp reads the buffers that are filled next
+    __syncthreads();  // the copies have landed, and no warp reads the buffers that are filled next
     warp.score(smem, stage, [&](int i) {
       if constexpr (C::stages == 1) {
         const int rows = kMasked ? sequence(p, warp.at.query.batch).k_len - first_key : C::block_n;
         spread<VCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(
             i, [&](int part) { v_copy.template copy_part<!kMasked>(smem.v[0], rows, part); });
       } else if (more) {
-        spread<KCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(
-            i, [&](int part) { k_copy.template copy_part<true>(smem.k[1 - stage], C::block_n, part); });
+        spread<KCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(i, [&](int part) {
+          k_copy.template copy_part<true>(smem.k[1 - stage], C::block_n, part);
+        });
       }
     });
     if constexpr (C::scores) {
@@ -340,8 +391,9 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
       mask_scores(warp.s, KeyInterval(p, sequence(p, warp.at.query.batch)), warp.warp_row(),
                   first_key + warp.first_key(), warp.lane());
     }
-    warp.softmax.template update<C::vote_rescale>(warp.s, warp.out, C::scores ? 1.f : p.scale_log2,
-                                                  [&](auto& row_max) { warp.share_max(smem, row_max); });
+    warp.softmax.template update<C::vote_rescale>(
+        warp.s, warp.out, C::scores ? 1.f : p.scale_log2,
+        [&](auto& row_max) { warp.share_max(smem, row_max); });
     if constexpr (C::stages == 1) {
       ptx::cp_async_commit_group();
       ptx::cp_async_wait_group<0>();
@@ -353,8 +405,9 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
           spread<KCopy::kParts, Warp::kValueBlocks, C::copy_spread>(
               i, [&](int part) { k_copy.template copy_part<true>(smem.k[0], C::block_n, part); });
         } else {
-          spread<VCopy::kParts, Warp::kValueBlocks, C::copy_spread>(
-              i, [&](int part) { v_copy.template copy_part<true>(smem.v[1 - stage], C::block_n, part); });
+          spread<VCopy::kParts, Warp::kValueBlocks, C::copy_spread>(i, [&](int part) {
+            v_copy.template copy_part<true>(smem.v[1 - stage], C::block_n, part);
+          });
         }
       }
     });
@@ -379,7 +432,8 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
   for (int stop = max(0, tiles.full_last - tiles.first);; stop = 0) {
     for (; left >= stop; --left) step(True{}, left);
     if (left < 0) break;
-    for (const int end = max(0, tiles.full_first - tiles.first); left >= end; --left) step(False{}, left);
+    for (const int end = max(0, tiles.full_first - tiles.first); left >= end; --left)
+      step(False{}, left);
   }
 }
 

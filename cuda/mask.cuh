@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query row sees: causal masks, windows and sequence ends are all one interval [begin, end) a row.
+// Which keys a query row sees: causal masks, windows and sequence ends are all one interval [begin,
+// end) a row.
 #pragma once
 
 #include "seqlen.cuh"
@@ -13,29 +14,40 @@ struct KeyInterval {
   int right;  // keys after it
 
   __device__ __forceinline__ KeyInterval(const FwdParams& p, const Sequence& s)
-      : k_len(s.k_len), shift(p.top_left ? 0 : s.k_len - s.q_len), left(p.window_left), right(p.window_right) {}
+      : k_len(s.k_len),
+        shift(p.top_left ? 0 : s.k_len - s.q_len),
+        left(p.window_left),
+        right(p.window_right) {}
 
-  __device__ __forceinline__ int begin(int row) const { return left < 0 ? 0 : max(0, row + shift - left); }
-  __device__ __forceinline__ int end(int row) const { return right < 0 ? k_len : min(k_len, row + shift + right + 1); }
+  __device__ __forceinline__ int begin(int row) const {
+    return left < 0 ? 0 : max(0, row + shift - left);
+  }
+  __device__ __forceinline__ int end(int row) const {
+    return right < 0 ? k_len : min(k_len, row + shift + right + 1);
+  }
 };
 
-// The key tiles of a query tile, walked from last - 1 down to first. Tiles in [full_first, full_last) are visible to
-// every row; the others need a mask. Both ends of the interval grow with the row.
+// The key tiles of a query tile, walked from last - 1 down to first. Tiles in [full_first,
+// full_last) are visible to every row; the others need a mask. Both ends of the interval grow with
+// the row.
 struct TileRange {
   int first, last, full_first, full_last;
 
-  __device__ __forceinline__ TileRange(const KeyInterval& keys, int first_row, int last_row, int block_n)
+  __device__ __forceinline__ TileRange(const KeyInterval& keys, int first_row, int last_row,
+                                       int block_n)
       : first(keys.begin(first_row) / block_n),
         last(max(0, ceil_div(keys.end(last_row), block_n))),
         full_first(ceil_div(keys.begin(last_row), block_n)),
         full_last(max(0, keys.end(first_row)) / block_n) {}
 };
 
-// Scores (rows of a warp) x (block_n keys) in mma accumulator layout: of 16 rows and 8 keys, lane l holds rows
-// l / 4 and l / 4 + 8, keys 2 (l % 4) and the next. Keys outside a row's interval become -inf, whatever they held.
+// Scores (rows of a warp) x (block_n keys) in mma accumulator layout: of 16 rows and 8 keys, lane l
+// holds rows l / 4 and l / 4 + 8, keys 2 (l % 4) and the next. Keys outside a row's interval become
+// -inf, whatever they held.
 template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4], const KeyInterval& keys, int warp_row,
-                                            int first_key, int lane) {
+__device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4],
+                                            const KeyInterval& keys, int warp_row, int first_key,
+                                            int lane) {
   const int col = first_key + 2 * (lane % 4);
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
@@ -49,7 +61,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4], con
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           // One comparison for both ends: a key before the interval is a huge unsigned number.
-          if (static_cast<unsigned>(8 * nt + e - begin) >= length) s[mt][nt][2 * half + e] = kEmptyMax;
+          if (static_cast<unsigned>(8 * nt + e - begin) >= length)
+            s[mt][nt][2 * half + e] = kEmptyMax;
         }
       }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The PTX instructions of sm_80 and newer that kernels use: one instruction a function, named after it, no logic.
-// This header and the CUDA built-ins are the whole seam between a kernel and the machine: tools/emulator has twins.
+// The PTX instructions of sm_80 and newer that kernels use: one instruction a function, named after
+// it, no logic. This header and the CUDA built-ins are the whole seam between a kernel and the
+// machine: tools/emulator has twins.
 #pragma once
 
 namespace ptx {
@@ -10,10 +11,14 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// No instruction: hides a value from the compiler, which then recomputes what depends on it where it is used instead of
-// keeping it in registers across a loop.
+// No instruction: hides a value from the compiler, which then recomputes what depends on it where
+// it is used instead of keeping it in registers across a loop.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ long long opaque(long long x) {
+  asm volatile("" : "+l"(x));
   return x;
 }
 template <class T>
@@ -27,15 +32,20 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- Asynchronous copies, global to shared (PTX ISA: cp.async). `bytes` read, the rest of the width zero-filled. ----
+// ---- Asynchronous copies, global to shared (PTX ISA: cp.async). `bytes` read, the rest of the
+// width zero-filled. ----
 __device__ __forceinline__ void cp_async_16(unsigned dst, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void cp_async_4(unsigned dst, const void* src, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
 }
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -56,22 +66,27 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned src
 }
 
 // ---- Warp matrix products, d += a b, float32 accumulators (PTX ISA: mma.m16n8k16). ----
-__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4],
+                                                  unsigned b0, unsigned b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                                 unsigned b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- Conversions and special functions (PTX ISA: cvt, ex2, lg2, rcp). `lo` lands in bits 0-15. ----
+// ---- Conversions and special functions (PTX ISA: cvt, ex2, lg2, rcp). `lo` lands in bits 0-15.
+// ----
 __device__ __forceinline__ unsigned cvt_bf16x2(float lo, float hi) {
   unsigned d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One sequence of a batch: its lengths, and where its rows start in dense, padded and packed tensors.
+// One sequence of a batch: its lengths, and where its rows start in dense, padded and packed
+// tensors.
 #pragma once
 
 #include "params.cuh"
@@ -10,8 +11,8 @@ struct Sequence {
 };
 
 // Elements from the start of a tensor to row 0, head 0 of a sequence.
-__device__ __forceinline__ long long sequence_offset(const int* cu_seqlens, int batch, long long stride_batch,
-                                                     long long stride_row) {
+__device__ __forceinline__ long long sequence_offset(const int* cu_seqlens, int batch,
+                                                     long long stride_batch, long long stride_row) {
   return cu_seqlens != nullptr ? cu_seqlens[batch] * stride_row : batch * stride_batch;
 }
 
@@ -20,7 +21,8 @@ __device__ __forceinline__ int sequence_length(const int* cu_seqlens, int batch,
 }
 
 __device__ __forceinline__ Sequence sequence(const FwdParams& p, int batch) {
-  Sequence s{sequence_length(p.cu_seqlens_q, batch, p.q_len), sequence_length(p.cu_seqlens_k, batch, p.k_len)};
+  Sequence s{sequence_length(p.cu_seqlens_q, batch, p.q_len),
+             sequence_length(p.cu_seqlens_k, batch, p.k_len)};
   // A length outside its storage would read a neighbour: cap it.
   if (p.seqused_k != nullptr) s.k_len = max(0, min(s.k_len, p.seqused_k[batch]));
   return s;

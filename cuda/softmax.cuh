@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Online softmax over rows held in mma accumulator layout, and what a row without keys means. Log2 units throughout.
+// Online softmax over rows held in mma accumulator layout, and what a row without keys means. Log2
+// units throughout.
 //
-// State of a row: max, the largest score so far; sum, of 2^(score - max) over the keys that this lane holds. `max` is
-// kept as the rounded product that the exponents subtract, so every term of a row carries the same rounding and it
-// cancels in out and lse.
+// State of a row: max, the largest score so far; sum, of 2^(score - max) over the keys that this
+// lane holds. `max` is kept as the rounded product that the exponents subtract, so every term of a
+// row carries the same rounding and it cancels in out and lse.
 #pragma once
 
 #include "types.cuh"
 
-// The max of no scores. Subtracting it would make NaN of -inf - -inf: exponents use finite_max() instead.
+// The max of no scores. Subtracting it would make NaN of -inf - -inf: exponents use finite_max()
+// instead.
 constexpr float kEmptyMax = __builtin_bit_cast(float, 0xff800000u);  // -inf
 
 __device__ __forceinline__ float finite_max(float max) { return max == kEmptyMax ? 0.f : max; }
@@ -36,13 +38,14 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores s, where score = s * scale_log2 with scale_log2 > 0, become probabilities 2^(score - max) in place; `out`,
-  // the sum of probabilities times values so far, is rescaled to the new max. `share_max` combines the largest s of each
-  // row with those of warps that hold other keys of the row. With kVote a warp skips the rescaling where it would
-  // multiply by one throughout.
+  // Scores s, where score = s * scale_log2 with scale_log2 > 0, become probabilities 2^(score -
+  // max) in place; `out`, the sum of probabilities times values so far, is rescaled to the new max.
+  // `share_max` combines the largest s of each row with those of warps that hold other keys of the
+  // row. With kVote a warp skips the rescaling where it would multiply by one throughout.
   template <bool kVote, int kNTiles, int kOutTiles, class ShareMax>
-  __device__ __forceinline__ void update(float (&s)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
-                                         float scale_log2, const ShareMax& share_max) {
+  __device__ __forceinline__ void update(float (&s)[kMTiles][kNTiles][4],
+                                         float (&out)[kMTiles][kOutTiles][4], float scale_log2,
+                                         const ShareMax& share_max) {
     float alpha[kMTiles][2];  // first the largest s of each row
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -99,9 +102,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last key, with `sum` that of the whole row: what to multiply `out` by, and the natural-log lse. A sink
-  // (log2 units, -inf where there is none) joins the sum. A row without keys gets factor 0 and lse = sink.
-  __device__ __forceinline__ void finish(int mt, int half, float sink_log2, float& factor, float& lse) const {
+  // After the last key, with `sum` that of the whole row: what to multiply `out` by, and the
+  // natural-log lse. A sink (log2 units, -inf where there is none) joins the sum. A row without
+  // keys gets factor 0 and lse = sink.
+  __device__ __forceinline__ void finish(int mt, int half, float sink_log2, float& factor,
+                                         float& lse) const {
     const float total_max = fmaxf(max[mt][half], sink_log2);
     const float used_max = finite_max(total_max);
     const float rescale = ptx::ex2_approx(max[mt][half] - used_max);

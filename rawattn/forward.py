@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import host, launch
-from rawattn.arrays import View, contiguous, empty, to_host, view
+from rawattn.arrays import Spec, View, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.plan import Plan, plan
 from rawattn.problem import Problem, check_scalar
@@ -204,22 +204,27 @@ def _result(arrays: Arrays, options: Options, views: Arrays) -> Any:
     return out, views.lse.array if arrays.lse is None else arrays.lse
 
 
+def _steps(spec: Spec) -> tuple[int, ...]:
+    """Strides, with 0 for axes of size 1: what stands there is nobody's promise, and may break the alignment."""
+    return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
+
+
 def _scalars(specs: Arrays, problem: Problem, scale: float, softcap: float) -> dict[str, float]:
     """The fields of FwdParams that neither hold an address nor are the plan's to decide."""
     packed_q, packed_k = len(specs.q.shape) == 3, len(specs.k.shape) == 3
     strides: dict[str, float] = {}
     for name in ("q", "k", "v", "out"):
-        *batch, row, head, _ = getattr(specs, name).strides
+        *batch, row, head = _steps(getattr(specs, name))[:-1]
         strides[f"stride_{name}_batch"] = batch[0] if batch else 0
         strides[f"stride_{name}_row"] = row
         strides[f"stride_{name}_head"] = head
-    *lse_batch, lse_head, _ = specs.lse.strides if specs.lse else (0, 0, 0)
+    *lse_batch, lse_head = _steps(specs.lse)[:-1] if specs.lse else (0, 0)
     slopes = specs.alibi_slopes
     return {
         **strides,
         "stride_lse_batch": lse_batch[0] if lse_batch else 0,
         "stride_lse_head": lse_head,
-        "stride_alibi_batch": slopes.strides[0] if slopes and len(slopes.shape) == 2 else 0,
+        "stride_alibi_batch": _steps(slopes)[0] if slopes and len(slopes.shape) == 2 else 0,
         "batch": problem.batch,
         "q_heads": problem.q_heads,
         "group": problem.group,
@@ -227,6 +232,7 @@ def _scalars(specs: Arrays, problem: Problem, scale: float, softcap: float) -> d
         "value_dim": problem.value_dim,
         "q_len": 0 if packed_q else specs.q.shape[1],
         "k_len": 0 if packed_k else specs.k.shape[1],
+        "copy_bytes": problem.copy_bytes,
         "window_left": problem.mask.left,
         "window_right": problem.mask.right,
         "top_left": int(problem.mask.top_left),

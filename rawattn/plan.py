@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problem x Device -> Plan: which backend, which Config, which grid, and why. Pure Python; no GPU, no CuPy.
+"""Problem x Device -> Plan: which backend, which Config, which grid, and why. Pure Python; no GPU,
+no CuPy.
 
-A backend is a name and a function that says why it refuses a problem (None: it takes it). The first of `BACKENDS`
-that does not refuse wins; `backend=` or ``RAWATTN_BACKEND`` forces one. Tile sizes live here and nowhere else.
+A backend is a name and a function that says why it refuses a problem (None: it takes it). The first
+of `BACKENDS` that does not refuse wins; `backend=` or ``RAWATTN_BACKEND`` forces one. Tile sizes
+live here and nowhere else.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rawattn.device import Device
 from rawattn.problem import Problem, Unsupported
@@ -40,111 +42,93 @@ class Plan:
     why: tuple[str, ...] = ()
 
 
-# ---- fwd_sm80 --------------------------------------------------------------------------------------------------------
+# ---- fwd_sm80 ------------------------------------------------------------------------------------
 
 
-# (Batch, head) pairs that a sweep over the query blocks covers. With one, causal tails leave SMs idle; with all, the
-# keys and values in flight outgrow L2. Between 8 and 128 the H200 differs by 2 %.
-HEAD_GROUP = 32
+# (Batch, head) pairs that a sweep over the query blocks covers. Under a causal mask many pairs
+# balance long and short blocks; else few keep keys and values in L2. The H200 differs by up to 8 %
+# between 1 and all pairs (tools/tune.py).
+HEAD_GROUP = 16
+HEAD_GROUP_CAUSAL = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Tile shape of fwd_sm80 for one bucket of head dimensions; fields as in `FwdSm80`."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    column_warps: int
-    stages: int
-    q_in_registers: bool
-    fragments_ahead: int
-    copy_spread: int
-    vote_rescale: bool
-    blocks_per_sm: int
-
-
-FWD_SM80_BUCKETS = (
-    (32, 32),
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (160, 160),
-    (192, 128),
-    (192, 192),
-    (256, 256),
-)
-
-
-def _tile(m: int, n: int, *, warps: int, stages: int, blocks: int, columns: int = 1, q_regs: bool = False, ahead: int = 2, spread: int = 4, vote: bool = False) -> Tile:
-    return Tile(
-        block_m=m,
-        block_n=n,
-        warps=warps,
-        column_warps=columns,
-        stages=stages,
-        q_in_registers=q_regs,
-        fragments_ahead=ahead,
-        copy_spread=spread,
-        vote_rescale=vote,
-        blocks_per_sm=blocks,
-    )
-
-
-# A100, H100, B100 and their kin: 163 KB of shared memory a block and more. Measured on an H200 (tools/tune.py).
-FWD_SM80_TILES = {
-    (32, 32): _tile(128, 64, warps=4, stages=2, blocks=2, q_regs=True),
-    (64, 64): _tile(128, 64, warps=4, stages=2, blocks=2, q_regs=True),
-    (96, 96): _tile(128, 64, warps=4, stages=1, blocks=2, vote=True),
-    (128, 128): _tile(128, 64, warps=4, stages=1, blocks=2, vote=True),
-    (160, 160): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
-    (192, 128): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
-    (192, 192): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2),
-    (256, 256): _tile(64, 64, warps=4, stages=1, blocks=2, columns=2, spread=2),
-}
-# Consumer GPUs: 99 KB of shared memory a block, 100 KB an SM.
-FWD_SM80_TILES_SMALL = {
-    **FWD_SM80_TILES,
-    (256, 256): _tile(64, 32, warps=4, stages=1, blocks=1, columns=2),
-}
-
-
-def _tiles(arch: str) -> dict[tuple[int, int], Tile]:
-    return FWD_SM80_TILES_SMALL if arch in ("sm_86", "sm_89", "sm_120") else FWD_SM80_TILES
-
-
-def _bucket(head_dim: int, value_dim: int) -> tuple[int, int] | None:
-    return next((b for b in FWD_SM80_BUCKETS if head_dim <= b[0] and value_dim <= b[1]), None)
-
-
-def _fwd_sm80_config(bucket: tuple[int, int], arch: str, element: str, scores: bool, copy_bytes: int) -> FwdSm80:
-    tile = _tiles(arch)[bucket]
+def _fwd_sm80(
+    head_dim: int,
+    value_dim: int,
+    block_m: int,
+    block_n: int,
+    *,
+    column_warps: int = 1,
+    stages: int = 1,
+    q_in_registers: bool = False,
+    fragments_ahead: int = 2,
+    copy_spread: int = 4,
+    vote_rescale: bool = False,
+) -> FwdSm80:
     return FwdSm80(
-        element=element,
-        head_dim=bucket[0],
-        value_dim=bucket[1],
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        warps=tile.warps,
-        column_warps=tile.column_warps,
-        stages=tile.stages,
-        q_in_registers=tile.q_in_registers,
-        fragments_ahead=tile.fragments_ahead,
-        copy_spread=tile.copy_spread,
-        vote_rescale=tile.vote_rescale,
-        scores=scores,
-        copy_bytes=copy_bytes,
-        blocks_per_sm=tile.blocks_per_sm,
+        element="bf16",
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_m=block_m,
+        block_n=block_n,
+        warps=4,
+        column_warps=column_warps,
+        stages=stages,
+        q_in_registers=q_in_registers,
+        fragments_ahead=fragments_ahead,
+        copy_spread=copy_spread,
+        vote_rescale=vote_rescale,
+        scores=False,
+        narrow=False,
+        blocks_per_sm=2,
     )
+
+
+# Head sizes are rounded up to the first tile that holds both. 163 KB of shared memory a block and
+# more: A100, H100, B100 and their kin. Measured on an H200 (tools/tune.py).
+FWD_SM80_TILES = (
+    _fwd_sm80(32, 32, 128, 64, stages=2, q_in_registers=True),
+    _fwd_sm80(64, 64, 128, 64, stages=2, q_in_registers=True),
+    _fwd_sm80(96, 96, 128, 64, vote_rescale=True),
+    _fwd_sm80(128, 128, 128, 64, vote_rescale=True, fragments_ahead=1),
+    _fwd_sm80(160, 160, 64, 64, column_warps=2),
+    _fwd_sm80(192, 128, 64, 64, column_warps=2),
+    _fwd_sm80(192, 192, 64, 32, column_warps=2),
+    _fwd_sm80(256, 256, 64, 64, column_warps=2, copy_spread=3),
+)
+# What changes where score steps are compiled in, which take registers; by value_dim.
+FWD_SM80_SCORES = {128: {"block_n": 32}, 256: {"copy_spread": 4}}
+# What changes on consumer GPUs: 99 KB of shared memory a block, 100 KB an SM.
+FWD_SM80_SMALL = {256: {"block_n": 32, "blocks_per_sm": 1}}
+SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
+
+
+def _fwd_sm80_config(
+    tile: FwdSm80, arch: str, *, element: str, scores: bool, narrow: bool
+) -> FwdSm80:
+    changes: dict[str, int] = {}
+    if scores:
+        changes |= FWD_SM80_SCORES.get(tile.value_dim, {})
+    if arch in SMALL_SHARED_MEMORY:
+        changes |= FWD_SM80_SMALL.get(tile.value_dim, {})
+    config = replace(tile, element=element, scores=scores, narrow=narrow)
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def _fwd_sm80_tile(p: Problem) -> FwdSm80 | None:
+    fits = (t for t in FWD_SM80_TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
+    return next(fits, None)
 
 
 def configs(kernel: str, arch: str) -> Iterator[Config]:
     """Every Config of a kernel that `plan` can choose on `arch`."""
     if kernel == "fwd_sm80":
         for element in ELEMENTS.values():
-            for bucket in FWD_SM80_BUCKETS:
-                for scores, copy_bytes in ((False, 16), (True, 16), (True, 4), (True, 2)):
-                    yield _fwd_sm80_config(bucket, arch, element, scores, copy_bytes)
+            for tile in FWD_SM80_TILES:
+                for scores, narrow in ((False, False), (True, False), (True, True)):
+                    yield _fwd_sm80_config(
+                        tile, arch, element=element, scores=scores, narrow=narrow
+                    )
 
 
 def _refuse_fwd_sm80(p: Problem, device: Device) -> str | None:
@@ -154,17 +138,22 @@ def _refuse_fwd_sm80(p: Problem, device: Device) -> str | None:
         return f"needs one of {', '.join(KERNELS['fwd_sm80'].architectures)}, found {device.arch}"
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
-    if _bucket(p.head_dim, p.value_dim) is None:
+    if _fwd_sm80_tile(p) is None:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
     return None
 
 
 def _plan_fwd_sm80(p: Problem, device: Device) -> tuple[Launch, ...]:
-    bucket = _bucket(p.head_dim, p.value_dim)
-    assert bucket is not None
-    s = p.scores
-    scores = s.softcap or s.alibi or s.reversed or p.copy_bytes < 16
-    config = _fwd_sm80_config(bucket, device.arch, ELEMENTS[p.dtype], scores, p.copy_bytes)
+    tile = _fwd_sm80_tile(p)
+    assert tile is not None
+    config = _fwd_sm80_config(
+        tile,
+        device.arch,
+        element=ELEMENTS[p.dtype],
+        # Narrow copies are slow anyhow: one form of them serves all scores.
+        scores=p.scores.softcap or p.scores.alibi or p.scores.reversed or p.copy_bytes < 16,
+        narrow=p.copy_bytes < 16,
+    )
     m_blocks = -(-p.max_q // config.block_m)
     pairs = p.batch * p.q_heads
     return (
@@ -172,12 +161,15 @@ def _plan_fwd_sm80(p: Problem, device: Device) -> tuple[Launch, ...]:
             kernel="fwd_sm80",
             config=config,
             grid=m_blocks * pairs,
-            scalars=(("m_blocks", m_blocks), ("head_group", min(HEAD_GROUP, pairs))),
+            scalars=(
+                ("m_blocks", m_blocks),
+                ("head_group", min(HEAD_GROUP_CAUSAL if p.mask.causal else HEAD_GROUP, pairs)),
+            ),
         ),
     )
 
 
-# ---- the ordered list ------------------------------------------------------------------------------------------------
+# ---- the ordered list ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +193,8 @@ BACKENDS = (
 def plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
     """The plan for a problem on a device; `backend` forces one by name.
 
-    Raises `Unsupported` with the reasons of all backends that refused, ValueError for an unknown backend name.
+    Raises `Unsupported` with the reasons of all backends that refused, ValueError for an unknown
+    backend name.
     """
     names = [b.name for b in BACKENDS]
     if backend is not None and backend not in names:

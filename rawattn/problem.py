@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked for: a frozen, hashable description of one attention call, with no pointers and no lengths in it.
+"""What is asked for: a frozen, hashable description of one attention call, with no pointers and no
+lengths in it.
 
-`Problem` holds *bounds* (batch, longest sequence, rows stored), never per-sequence lengths: those may live on the
-GPU, and reading them would synchronise. Everything that chooses code or launch shape is here; everything that is
-only a number for the kernel (softmax scale, softcap value, strides, addresses) is not.
+`Problem` holds *bounds* (batch, longest sequence, rows stored), never per-sequence lengths: those
+may live on the GPU, and reading them would synchronise. Everything that chooses code or launch
+shape is here; everything that is only a number for the kernel (softmax scale, softcap value,
+strides, addresses) is not.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-
 
 MAX_LENGTH = 2**30  # of a sequence: kernels add a row, a window and a shift in 32 bits
 
@@ -24,9 +25,9 @@ class Unsupported(NotImplementedError):
 class Mask:
     """The keys that a query row sees, counted from its diagonal.
 
-    Row ``i`` of a sequence with ``Sq`` queries and ``Sk`` keys has its diagonal at key ``i + Sk - Sq``, or at key
-    ``i`` where `top_left` is set. It sees keys ``diagonal - left`` to ``diagonal + right``, both inclusive; -1 is
-    unbounded. Causal attention is ``right=0``.
+    Row ``i`` of a sequence with ``Sq`` queries and ``Sk`` keys has its diagonal at key ``i + Sk -
+    Sq``, or at key ``i`` where `top_left` is set. It sees keys ``diagonal - left`` to ``diagonal +
+    right``, both inclusive; -1 is unbounded. Causal attention is ``right=0``.
     """
 
     left: int = -1
@@ -35,15 +36,23 @@ class Mask:
 
     @classmethod
     def of(cls, causal: bool | str = False, window_size: tuple[int, int] = (-1, -1)) -> Mask:
-        """The mask that the public arguments name: `causal` caps the right side of the window at the diagonal."""
+        """The mask that the public arguments name: `causal` caps the right side of the window at
+        the diagonal.
+        """
         if not (isinstance(causal, bool) or causal in ("bottom_right", "top_left")):
-            raise ValueError(f"causal={causal!r}: accepted are False, True, 'bottom_right' and 'top_left'")
+            raise ValueError(
+                f"causal={causal!r}: accepted are False, True, 'bottom_right' and 'top_left'"
+            )
         try:
             left, right = (int(w) for w in window_size)
         except (TypeError, ValueError):
-            raise ValueError(f"window_size={window_size!r}: accepted is a pair of integers (left, right)") from None
+            raise ValueError(
+                f"window_size={window_size!r}: accepted is a pair of integers (left, right)"
+            ) from None
         if left < -1 or right < -1:
-            raise ValueError(f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0")
+            raise ValueError(
+                f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0"
+            )
         left, right = (-1 if w >= MAX_LENGTH else w for w in (left, right))
         if causal:
             right = 0
@@ -82,7 +91,9 @@ class Rows(enum.Enum):
     DENSE = "dense"  # (B, S, H, D): every sequence has S rows
     PADDED = "padded"  # (B, S, H, D), of which the first seqused[b] rows count
     PACKED = "packed"  # (total, H, D), sequence b at rows cu_seqlens[b] to cu_seqlens[b + 1]
-    PACKED_USED = "packed, used"  # packed, of which the first seqused[b] rows of each sequence count
+    PACKED_USED = (
+        "packed, used"  # packed, of which the first seqused[b] rows of each sequence count
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +112,8 @@ class Problem:
     k_rows: Rows = Rows.DENSE
     mask: Mask = field(default_factory=Mask)
     scores: Scores = field(default_factory=Scores)
-    copy_bytes: int = 16  # every row of q, k, v and out starts on, and is a multiple of, this many bytes
+    # every row of q, k, v and out starts on, and is a multiple of, this many bytes
+    copy_bytes: int = 16
 
     @property
     def group(self) -> int:
@@ -121,5 +133,7 @@ def check_scalar(name: str, value: float, *, positive: bool = False) -> float:
     except (TypeError, ValueError):
         raise TypeError(f"{name}={value!r}: accepted is a number") from None
     if not math.isfinite(number) or (positive and number < 0):
-        raise ValueError(f"{name}={number}: accepted are finite numbers{' from 0' if positive else ''}")
+        raise ValueError(
+            f"{name}={number}: accepted are finite numbers{' from 0' if positive else ''}"
+        )
     return number

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of kernels: which source, which Config fields, which Params struct, which architectures.
+"""The one table of kernels: which source, which Config fields, which Params struct, which
+architectures.
 
-A Config is a frozen dataclass; its fields are the only definition of the `Config` struct that a generated unit holds.
-A Params layout is read from ``cuda/params.cuh``; a unit asserts its size.
+A Config is a frozen dataclass; its fields are the only definition of the `Config` struct that a
+generated unit holds. A Params layout is read from ``cuda/params.cuh``; a unit asserts its size.
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ class FwdSm80:
     block_m: int  # query rows a block
     block_n: int  # keys a tile
     warps: int
-    column_warps: int  # 1: a warp has its rows for itself; 2: a pair of warps shares rows, each half of keys and columns
-    stages: int  # 1: K and V wait for each other's arithmetic; 2: the next K, V pair loads during this one's
+    # 1: a warp has its rows for itself; 2: a pair of warps shares rows, each half of keys and
+    # columns
+    column_warps: int
+    # 1: K and V wait for each other's arithmetic; 2: the next K, V pair loads during this one's
+    stages: int
     q_in_registers: bool  # whether Q fragments are read from shared memory once, not once a tile
     fragments_ahead: int  # 16 x 16 blocks of K or V that are read before the products that use them
-    copy_spread: int  # copies are issued in the first 1 / copy_spread of the products that they run under
+    # copies are issued in the first 1 / copy_spread of the products that they run under
+    copy_spread: int
     vote_rescale: bool  # whether a warp skips the rescaling of out where no row's max changed
     scores: bool  # whether softcap or ALiBi steps are compiled in
-    copy_bytes: int  # width of the copies to shared memory: 16, 4 or 2
+    narrow: bool  # whether rows allow no 16-byte copies: Params::copy_bytes says which they allow
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 
     @property
@@ -65,10 +70,16 @@ class FwdSm80:
 
     @property
     def smem_bytes(self) -> int:
-        """sizeof(FwdSm80Smem<Config>): rows are 16 bytes longer than their data, so that ldmatrix meets no bank twice."""
+        """sizeof(FwdSm80Smem<Config>): rows are 16 bytes longer than their data, so that ldmatrix
+        meets no bank twice.
+        """
         q = self.block_m * (max(self.head_dim, self.value_dim) + 8)
         kv = self.stages * self.block_n * (self.head_dim + 8 + self.value_dim + 8)
-        pair = 2 * (4 * self.block_m + self.block_m * (self.block_n + 8)) if self.column_warps == 2 else 16
+        pair = (
+            2 * (4 * self.block_m + self.block_m * (self.block_n + 8))
+            if self.column_warps == 2
+            else 16
+        )
         return 2 * (q + kv) + pair + 16 * self.warps
 
 

@@ -51,7 +51,7 @@ BROKEN = (  # old text, what takes its place, what the message says
     (
         "staged[threadIdx.x] =",
         "staged[threadIdx.x + 1] =",
-        r"shared store .*\(dynamic \+ 512\): ou",
+        r"shared store of 4 bytes at dynamic \+ 512: outside the block's 512 bytes",
     ),
     ("+= partial[w]", "+= partial[w + 32]", r"index 3[2-5] is outside 'float \[32\]'"),
     ("float x = ", "float x = *(float*)((char*)staged + 2) + ", "not a multiple of 4"),
@@ -272,3 +272,16 @@ def test_nvrtc_takes_these_kernels(name: str) -> None:
     nvrtc.nvrtcGetProgramLog(made, log)
     nvrtc.nvrtcDestroyProgram(made)
     assert int(status) == 0, log.decode()
+
+
+@pytest.mark.parametrize(
+    ("block", "smem", "cluster", "message"),
+    [
+        (1056, 0, 1, "a block of 1056 threads"),
+        (128, 228 << 10, 1, "233472 bytes of dynamic shared memory"),
+        (128, 0, 3, "no whole number of clusters"),
+    ],
+)
+def test_refused_launches(block: int, smem: int, cluster: int, message: str) -> None:
+    with pytest.raises(EmulatorError, match=f"block_sums: .*{message}"):
+        run(SIMT, "block_sums", bytes(24), 8, block, smem, [], seed=0, cluster=cluster)

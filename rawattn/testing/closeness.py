@@ -57,9 +57,10 @@ def bounds(want: Expected, dtype: str) -> Results:
     """How far out and lse may be off: 2 max |twin - reference| of the row, and 2 ulp.
 
     The ulp of out is that of the largest value of its row. The ulp of lse is float32's, of the
-    terms that it is the sum of; so far off may each score be as well, and with it the weights.
+    terms that it is the sum of; so far off may each score be as well, and with it the weights. One
+    of these terms is the log of a sum of weights, the largest of them 1: an ulp of 1 off as well.
     """
-    noise = 2 * ulp(want.terms, "float32")
+    noise = 2 * ulp(np.maximum(want.terms, 1.0), "float32")
     weights = noise.swapaxes(-1, -2)[..., None]
     largest = np.abs(want.out).max(axis=-1, keepdims=True, initial=0.0)
     error = np.abs(want.twin_out - want.out).max(axis=-1, keepdims=True, initial=0.0)

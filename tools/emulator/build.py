@@ -58,9 +58,16 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+@functools.cache
 def available() -> str | None:
     """Why the emulator cannot run here, or None if it can."""
-    return None if compiler() else "the emulator needs g++ 12 or newer (C++20)"
+    if compiler() is None:
+        return "the emulator needs g++ 12 or newer, found none"
+    query = [str(compiler()), "-dumpfullversion"]  # which clang does not know
+    version = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    if version and int(version.split(".")[0]) >= 12:
+        return None
+    return f"the emulator needs g++ 12 or newer, found {compiler()} {version}".rstrip()
 
 
 # ---- Source ----

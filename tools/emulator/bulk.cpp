@@ -20,8 +20,8 @@ static BarrierWord load_word(const Thread& thread, u32 bar, const char* what) {
   const auto word =
       std::bit_cast<BarrierWord>(*reinterpret_cast<u64*>(shared(thread, bar, 8, 8, what)));
   if (word.tag != 1)
-    fail(thread, "%s: no mbarrier at shared address 0x%x (never initialised, or overwritten)", what,
-         bar);
+    fail(thread, "%s: no mbarrier at %s (never initialised, or overwritten)", what,
+         shared_place(bar).c_str());
   return word;
 }
 
@@ -66,8 +66,8 @@ void mbarrier_arrive(u32 bar, int expect_bytes, bool arrives) {
   if (expect_bytes < 0 || word.bytes + expect_bytes >= 1 << 20)
     fail(self, "%s: %d bytes are too many", what, expect_bytes);
   if (arrives && word.pending == 0) {
-    fail(self, "%s at dynamic + %d: all %u arrivals of this phase have been made", what,
-         int(bar & 0xffffff) - int(machine.dynamic_base), u32(word.expected));
+    fail(self, "%s at %s: all %u arrivals of this phase have been made", what,
+         shared_place(bar).c_str(), u32(word.expected));
   }
   word.bytes += expect_bytes;
   word.pending -= arrives;
@@ -121,10 +121,8 @@ void check_proxy(const Thread& issuer, Block& block, u32 offset, u32 bytes, cons
     if (write.writer == 0 || issuer.fence_time > write.time) continue;
     const Thread& writer = thread_numbered(*block.cluster, write.writer);
     if (writer.fence_time > write.time) continue;
-    fail(issuer,
-         "%s reads shared address 0x%x (dynamic + %d), which thread %u wrote without "
-         "fence.proxy.async since",
-         what, i * 4, int(i * 4) - int(machine.dynamic_base), (write.writer - 1) & 1023);
+    fail(issuer, "%s reads %s, which thread %u wrote without fence.proxy.async since", what,
+         shared_place(4 * i).c_str(), (write.writer - 1) & 1023);
   }
 }
 

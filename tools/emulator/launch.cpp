@@ -212,6 +212,21 @@ static void draw_policy() {
 
 using namespace emu;
 
+// Why hardware would refuse the launch, or nothing.
+static std::string refusal(const Launch& l) {
+  const u64 threads = u64(l.block.x) * l.block.y * l.block.z;
+  if (threads == 0 || threads > 1024)
+    return "a block of " + std::to_string(threads) + " threads: accepted are 1 to 1024";
+  if (l.grid.x % l.cluster.x != 0 || l.grid.y % l.cluster.y != 0 || l.grid.z % l.cluster.z != 0)
+    return "the grid is no whole number of clusters";
+  if (u64(l.cluster.x) * l.cluster.y * l.cluster.z > 16) return "a cluster has up to 16 blocks";
+  const u32 bytes = machine.dynamic_base - kStaticBase + l.dynamic_bytes;
+  if (l.dynamic_bytes > kLargestBlock || bytes > kLargestBlock + 1024)
+    return std::to_string(l.dynamic_bytes) + " bytes of dynamic shared memory: a block has up to " +
+           std::to_string(kLargestBlock);
+  return "";
+}
+
 // 0: done. 1: `launch.error` holds what went wrong; memory is as far as the kernel got.
 extern "C" __attribute__((visibility("default"))) int emu_launch(const Launch* launch) {
   for (Operation* operation : machine.operations) delete operation;
@@ -226,6 +241,10 @@ extern "C" __attribute__((visibility("default"))) int emu_launch(const Launch* l
   refuel();
   set_deadline(launch->seconds);
   machine.dynamic_base = place_dynamic_memory(machine.random.one_in(2));
+  if (const std::string why = refusal(*launch); !why.empty()) {
+    std::snprintf(launch->error, launch->error_bytes, "%s: %s", launch->name, why.c_str());
+    return 1;
+  }
 
   alignas(16) static u8 signal_stack[64 << 10];
   const stack_t ours = {signal_stack, 0, sizeof signal_stack};

@@ -38,26 +38,24 @@ Block& block_of(const Thread& thread, u32 address, const char* what) {
 
 u8* shared(const Thread& thread, u32 address, u32 bytes, u32 align, const char* what) {
   Block& block = block_of(thread, address, what);
-  const u32 offset = address & 0xffffff, begin = machine.dynamic_base,
-            end = begin + machine.launch.dynamic_bytes;
+  const u32 offset = address & 0xffffff, begin = machine.dynamic_base;
   const bool in_static = offset >= kStaticBase && offset + bytes <= static_end;
-  if (!in_static && (offset < begin || offset + bytes > end)) {
-    fail(thread,
-         "%s of %u bytes at shared address 0x%x (dynamic + %d): outside the block's %u bytes", what,
-         bytes, offset, int(offset) - int(begin), machine.launch.dynamic_bytes);
+  if (!in_static && (offset < begin || offset + bytes > begin + machine.launch.dynamic_bytes)) {
+    fail(thread, "%s of %u bytes at %s: outside the block's %u bytes", what, bytes,
+         shared_place(address).c_str(), machine.launch.dynamic_bytes);
   }
-  if (offset % align != 0)
-    fail(thread, "%s: shared address 0x%x is not a multiple of %u", what, offset, align);
+  if (offset % align != 0) {
+    fail(thread, "%s at %s, shared address 0x%x: not a multiple of %u", what,
+         shared_place(address).c_str(), offset, align);
+  }
   for (u32 i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
     const u32 flight = block.in_flight[i];
     if (flight == 0) continue;
     const std::string who = flight & kOperation
                                 ? "a bulk copy of " + operation_place(flight & ~kOperation)
                                 : "a cp.async of thread " + std::to_string(flight - 1);
-    fail(thread,
-         "%s at shared address 0x%x (dynamic + %d), where %s is still under way: it has not been "
-         "waited for",
-         what, i * 4, int(i * 4) - int(begin), who.c_str());
+    fail(thread, "%s at %s, where %s is still under way: it has not been waited for", what,
+         shared_place(4 * i).c_str(), who.c_str());
   }
   return block.memory + offset;
 }

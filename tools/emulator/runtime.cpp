@@ -21,8 +21,7 @@ static u32 live_threads(const Block& block) {
 u32 Thread::number() const { return 1 + (warp->block->rank << 10) + warp->index * 32 + lane; }
 
 // ---- Errors ----
-std::string frame_item(
-    void* address) {  // " @offset" in the shared object; driver.py makes a source line of it
+std::string frame_item(void* address) {
   Dl_info info;
   char item[32];
   if (dladdr(address, &info) == 0) return "";
@@ -30,7 +29,7 @@ std::string frame_item(
   return item;
 }
 
-std::string frames(const Thread& thread) {  // of the functions that led to the thread's last call
+std::string frames(const Thread& thread) {
   std::string text;
   auto* frame = static_cast<void**>(thread.frame);
   for (int depth = 0; depth < 12 && frame != nullptr; ++depth) {
@@ -40,6 +39,12 @@ std::string frames(const Thread& thread) {  // of the functions that led to the 
     frame = static_cast<void**>(frame[0]);
   }
   return text;
+}
+
+std::string shared_place(u32 address) {
+  const int offset = int(address & 0xffffff), dynamic = int(machine.dynamic_base);
+  return offset < dynamic ? "static + " + std::to_string(offset - int(kStaticBase))
+                          : "dynamic + " + std::to_string(offset - dynamic);
 }
 
 std::string place(const Thread& t) {
@@ -67,34 +72,32 @@ void fail(const Thread& thread, const char* format, ...) {
   stop(place(thread) + ": " + text + "\n " + frames(thread));
 }
 
+// What the lanes of `warp` in `lanes` do that do the same as the first of them; those leave `lanes`.
+static std::string waiting(const Warp& warp, u32& lanes) {
+  const Thread& first = warp.lane[__builtin_ctz(lanes)];
+  u32 same = 0;
+  for_lanes(lanes, [&](u32 lane) {
+    const Thread& other = warp.lane[lane];
+    same |= u32(other.state == first.state && other.waits_at == first.waits_at &&
+                other.waits_for == first.waits_for)
+            << lane;
+  });
+  lanes &= ~same;
+  const Dim& b = warp.block->index;
+  char text[256];
+  std::snprintf(text, sizeof text, "\n block (%u, %u, %u) warp %u lanes %08x ", b.x, b.y, b.z,
+                warp.index, same);
+  std::string what =
+      first.state == State::ready ? "run" : std::string("wait in ") + first.waits_for;
+  if (first.state == State::barrier) what += " " + std::to_string(first.waits_at);
+  if (first.state == State::mbarrier) what += " at " + shared_place(first.waits_at);
+  return text + what + "\n " + frames(first);
+}
+
 [[noreturn]] static void fail_deadlock(const char* why) {
   std::string text = why;
   for (const Warp* warp : machine.warps) {
-    for (u32 left = warp->live;
-         left != 0;) {  // lanes that wait for the same thing are told of once
-      const Thread& first = warp->lane[__builtin_ctz(left)];
-      u32 same = 0;
-      for (u32 lane = 0; lane < 32; ++lane) {
-        const Thread& other = warp->lane[lane];
-        if ((left >> lane & 1) && other.state == first.state && other.waits_at == first.waits_at &&
-            other.waits_for == first.waits_for) {
-          same |= 1u << lane;
-        }
-      }
-      char lanes[64];
-      std::snprintf(lanes, sizeof lanes, " lanes %08x ", same);
-      const Dim& b = warp->block->index;
-      char head[96];
-      std::snprintf(head, sizeof head, "\n block (%u, %u, %u) warp %u", b.x, b.y, b.z, warp->index);
-      text += std::string(head) + lanes +
-              (first.state == State::ready ? "runs" : std::string("wait in ") + first.waits_for);
-      if (first.state == State::barrier) text += " " + std::to_string(first.waits_at);
-      if (first.state == State::mbarrier)
-        text += " at dynamic + " +
-                std::to_string(int(first.waits_at & 0xffffff) - int(machine.dynamic_base));
-      text += "\n " + frames(first);
-      left &= ~same;
-    }
+    for (u32 lanes = warp->live; lanes != 0;) text += waiting(*warp, lanes);
   }
   stop(text);
 }
@@ -104,13 +107,17 @@ static double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 void set_deadline(double seconds) { machine.deadline = now() + seconds; }
+static void check_deadline() {
+  if (now() > machine.deadline) {
+    fail_deadlock("no end within the time limit: a livelock, or too large a problem.");
+  }
+}
 
 void refuel() { machine.fuel = 1 + machine.random.below(2 * machine.policy.preempt); }
 
 Thread* choose() {
   Machine& m = machine;
-  if ((++m.decisions & 0xffff) == 0 && now() > m.deadline)
-    fail_deadlock("no end within the time limit: a livelock, or too large a problem.");
+  if ((++m.decisions & 0xffff) == 0) check_deadline();
   Warp* best = m.current;
   if (m.random.one_in(m.policy.shuffle_warps)) {
     m.warps[m.random.below(m.warps.size())]->priority = m.random.next() | 1u << 31;
@@ -159,6 +166,7 @@ void wake(Thread& thread) {
 
 void preempt() {
   refuel();
+  check_deadline();
   machine.self->warp->priority = machine.random.next();
   machine.current = nullptr;
   schedule();

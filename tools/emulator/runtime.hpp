@@ -21,7 +21,8 @@ struct Dim {
 };
 
 constexpr u32 kWindow = 256 << 10;  // shared memory of a block, with room around it
-constexpr u32 kStaticBase = 1024;   // as on the GPU, the first KB belongs to the system
+constexpr u32 kLargestBlock = 227 << 10;
+constexpr u32 kStaticBase = 1024;  // as on the GPU, the first KB belongs to the system
 constexpr u32 kStackBytes = 256 << 10;
 constexpr u8 kPoison = 0xff;  // NaN in every format
 
@@ -229,6 +230,9 @@ enum class Sync : u8 { plain, vote_and, vote_or, count };
     __attribute__((format(printf, 2, 3)));
 [[noreturn]] void stop(const std::string& text);
 std::string place(const Thread& thread);
+std::string shared_place(u32 address);  // a shared address in words: dynamic + 128
+// " @offset" of a code address in the shared object, and of the calls that led to a thread's last
+// one; driver.py makes source lines of them.
 std::string frame_item(void* address);
 std::string frames(const Thread& thread);
 

@@ -7,7 +7,7 @@
 
 namespace emu {
 
-enum class Format : unsigned char { bf16, f16, e4m3, e5m2 };
+enum class Format : unsigned char { bf16, f16, e4m3 };
 
 inline float from_bf16(unsigned bits) { return std::bit_cast<float>(bits << 16); }
 
@@ -22,21 +22,12 @@ inline float from_e4m3(unsigned bits) {
   const float magnitude = std::bit_cast<float>((bits & 0x7f) << 20) * 0x1p120f;
   return std::bit_cast<float>(std::bit_cast<unsigned>(magnitude) | (bits & 0x80) << 24);
 }
-inline float from_e5m2(unsigned bits) { return from_f16(bits << 8); }
 
 // cvt.rn.bf16.f32: ties to even, overflow to infinity, one NaN.
 inline unsigned to_bf16(float x) {
   const unsigned bits = std::bit_cast<unsigned>(x);
   if (x != x) return 0x7fff;
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-// |x| rounded to `mantissa` bits above 2^min_exponent (subnormals below it), ties to even. Exact: adding a power of two
-// drops the bits below its own unit.
-inline double round_to(double x, int mantissa, int min_exponent) {
-  const int exponent = x == 0 ? min_exponent : std::max(std::ilogb(x), min_exponent);
-  const double unit = std::ldexp(1.0, exponent - mantissa);
-  return std::nearbyint(x / unit) * unit;
 }
 
 // cvt.rn.f16.f32: ties to even, overflow to infinity, one NaN.
@@ -51,18 +42,16 @@ inline unsigned to_f16(float x) {
   return sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
 }
 
-// cvt.rn.satfinite.e4m3x2.f32 and .e5m2x2: ties to even, overflow to the largest finite value, one NaN.
-inline unsigned to_f8(float x, int mantissa, int bias, double largest) {
+// cvt.rn.satfinite.e4m3x2.f32: ties to even, overflow to the largest finite value, one NaN.
+inline unsigned to_e4m3(float x) {
   if (x != x) return 0x7f;
   const unsigned sign = std::signbit(x) ? 0x80 : 0;
-  const double y = std::fmin(round_to(std::fabs(double(x)), mantissa, 1 - bias), largest);
-  if (y < std::ldexp(1.0, 1 - bias)) return sign | unsigned(std::ldexp(y, bias - 1 + mantissa));
-  const int exponent = std::ilogb(y);
-  return sign | unsigned(exponent + bias) << mantissa |
-         (unsigned(std::ldexp(y, mantissa - exponent)) & ((1u << mantissa) - 1));
+  const float magnitude = std::fabs(x);
+  if (magnitude >= 448.f) return sign | 0x7e;
+  const unsigned bits = std::bit_cast<unsigned>(magnitude);
+  if (magnitude < 0x1p-6f) return sign | unsigned(std::nearbyint(magnitude * 0x1p9f));  // subnormal
+  return sign | (bits - (120u << 23) + 0x7ffff + (bits >> 20 & 1)) >> 20;
 }
-inline unsigned to_e4m3(float x) { return to_f8(x, 3, 7, 448); }
-inline unsigned to_e5m2(float x) { return to_f8(x, 2, 15, 57344); }
 
 // .ftz: subnormals become zeros of the same sign.
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }

@@ -312,6 +312,5 @@ inline void __trap() { emu::trap("__trap()"); }
 inline void __nanosleep(unsigned) { emu::yield(); }
 inline long long clock64() { return emu::clock(); }
 inline int clock() { return int(emu::clock()); }
-inline unsigned long long globaltimer() { return emu::clock(); }
 #define __builtin_assume(condition) ((void)0)
 #define __assume(condition) ((void)0)

@@ -20,6 +20,7 @@ namespace ptx {
 inline unsigned shared_address(const void* pointer) { return emu::shared_address(pointer); }
 
 inline int opaque(int x) { return x; }
+inline long long opaque(long long x) { return x; }
 template <class T>
 inline T* opaque(T* x) {
   return x;

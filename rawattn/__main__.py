@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m rawattn``: what would run, what is here, and whether it works.
+
+Each command is a module of `rawattn.cli`, whose `run` turns arguments into facts and an exit code;
+facts are printed here, for people or as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from rawattn.cli.text import render
+from rawattn.problem import Unsupported
+
+EPILOG = """\
+exit codes: 0 done; 1 something failed, or a GPU or compiler is needed that is not here;
+2 the arguments are not accepted, or no backend takes the problem"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code. Facts go to stdout, errors and progress to stderr."""
+    args = parser().parse_args(argv)
+    try:
+        facts, code = importlib.import_module(f"rawattn.cli.{args.command}").run(args)
+    except (Unsupported, ValueError, TypeError) as error:
+        facts, code = _explain(args.command, error), 2
+    except (RuntimeError, OSError) as error:
+        facts, code = _explain(args.command, error), 1
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    elif "error" not in facts:
+        print(render(facts))
+    return code
+
+
+def _explain(command: str, error: Exception) -> dict[str, str]:
+    print(f"rawattn {command}: {error}", file=sys.stderr)
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Builds nothing that needs NumPy, so that `info` runs without it."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    whole = argparse.ArgumentParser(
+        prog="python -m rawattn",
+        description="What would run, what is here, and whether it works.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+
+    add("info", "GPU, compiler, cache and backends of this machine")
+    one = add("plan", "which backend and which tiles a problem gets, and why", problem_flags())
+    one.add_argument("--backend", help="take this one, or say why not")
+    add("roofline", "work of a problem, and the least time it takes on a device", problem_flags())
+    fill = add("compile", "fill the kernel cache ahead of time", problem_flags())
+    fill.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")
+    fill.add_argument("--all", action="store_true", help="all kernels, not those of one problem")
+    fill.add_argument("--jobs", type=count, help="processes (default: one a core)")
+    kernels = add("cache", "compiled kernels on this machine")
+    kernels.add_argument("action", choices=("list", "size", "clear"), nargs="?", default="list")
+    add("selftest", "a few problems through the public functions, held to float64")
+    return whole
+
+
+def problem_flags() -> argparse.ArgumentParser:
+    """The flags that `rawattn.cli.flags` reads: a problem and a device."""
+    flags = argparse.ArgumentParser(add_help=False)
+    sizes = flags.add_argument_group("problem")
+    for name, default in (("batch", 1), ("q-len", 4096), ("heads", 16), ("head-dim", 128)):
+        sizes.add_argument(f"--{name}", type=count, default=default, help=f"default {default}")
+    for name, other in (("k-len", "q-len"), ("kv-heads", "heads"), ("value-dim", "head-dim")):
+        sizes.add_argument(f"--{name}", type=count, help=f"default: as --{other}")
+    sizes.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default), float32")
+    sizes.add_argument(
+        "--causal", nargs="?", const=True, default=False, choices=("bottom_right", "top_left")
+    )
+    sizes.add_argument(
+        "--window", nargs=2, type=int, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="-1: open"
+    )
+    sizes.add_argument("--softcap", type=float, default=0.0, help="default: none")
+    sizes.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
+    sizes.add_argument("--sink", action="store_true", help="with a sink for each head")
+    sizes.add_argument("--varlen", action="store_true", help="packed sequences; lengths are bounds")
+    flags.add_argument(
+        "--device", default="current", help="current (default), host, or a GPU as H200"
+    )
+    return flags
+
+
+def count(text: str) -> int:
+    """A number from 0."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``compile``: fills the kernel cache, so that no first call has to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+from rawattn import cache, compile
+from rawattn.cli import flags
+from rawattn.cli.cache import folder_facts
+from rawattn.device import DEVICES, Device
+from rawattn.plan import plan
+from rawattn.registry import ARCHITECTURES, KERNELS, Config, all_configs
+
+
+def run(args: Namespace) -> tuple[dict[str, Any], int]:
+    """Facts of what is in the cache now; 1 where some kernel is not. ValueError: there is none."""
+    device = _device(args)
+    if args.all:
+        todo = [(kernel.name, config) for kernel, config in all_configs(device.arch)]
+    else:
+        todo = [(x.kernel, x.config) for x in plan(flags.problem(args), device).launches]
+    if not todo:
+        raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
+    start = time.perf_counter()
+    results = _progress(_compile(todo, device.arch, args.jobs), len(todo))
+    errors = [error for error in results if error is not None]
+    return {
+        "arch": device.arch,
+        "ready": len(todo) - len(errors),
+        "failed": len(errors),
+        "errors": errors,
+        "seconds": round(time.perf_counter() - start, 2),
+        "cache": folder_facts(cache.default()),
+    }, int(bool(errors))
+
+
+def _device(args: Namespace) -> Device:
+    """The device of the flags, or one of the architecture that they name."""
+    if args.arch is None:
+        return flags.device(args)
+    if args.arch not in ARCHITECTURES:
+        raise ValueError(f"arch={args.arch!r}: accepted are {', '.join(ARCHITECTURES)}")
+    return next(device for device in DEVICES.values() if device.arch == args.arch)
+
+
+def _compile(todo: list[tuple[str, Config]], arch: str, jobs: int | None) -> Iterator[str | None]:
+    """What is wrong with each kernel, as they are done; None for those that are in the cache."""
+    workers = min(len(todo), jobs or os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for job in as_completed([pool.submit(_compile_one, *kernel, arch) for kernel in todo]):
+            yield job.result()
+
+
+def _compile_one(kernel: str, config: Config, arch: str) -> str | None:
+    folder = cache.default().folder
+    try:
+        path = compile.cubin(KERNELS[kernel], config, arch)
+    except compile.CompileError as error:
+        return str(error)
+    return None if path.is_relative_to(folder) else f"the cache folder {folder} cannot be written"
+
+
+def _progress(results: Iterator[str | None], total: int) -> Iterator[str | None]:
+    """The same results, under a bar on stderr where rich is installed, else with a line each."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        for done, result in enumerate(results, 1):
+            print(f"compiled {done} of {total}", file=sys.stderr, flush=True)
+            yield result
+    else:
+        yield from track(results, "compiling", total=total, console=Console(stderr=True))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``selftest``: a few problems through the public functions, held to `rawattn.reference`.
+
+Inputs have NaN around them and outputs lie between canaries; the bound is computed, not chosen
+(`rawattn.testing.closeness`). The laws of `rawattn.testing` look much further.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+from rawattn import testing
+from rawattn.device import import_cupy
+from rawattn.testing import Case, Op
+
+CASES = {
+    "one token": Case(q_lens=(1,), k_lens=(200,), q_heads=8, kv_heads=2, dtype="float16"),
+    "causal": Case(q_lens=(130, 130), k_lens=(130, 130), q_heads=2, kv_heads=2, causal=True),
+    "top-left causal, more queries than keys": Case(
+        q_lens=(90,), k_lens=(40,), causal="top_left", q_heads=2
+    ),
+    "grouped heads, window": Case(
+        q_lens=(100,), k_lens=(260,), q_heads=6, kv_heads=2, window=(64, 8), head_dim=128
+    ),
+    "packed, an empty sequence": Case(
+        q_lens=(33, 0, 70), k_lens=(65, 12, 70), layout="packed", causal=True, q_heads=2
+    ),
+    "padded cache, sinks": Case(
+        q_lens=(1, 2), k_lens=(150, 0), layout="padded", sink=True, q_heads=4, kv_heads=2
+    ),
+    "softcap, ALiBi, head dims 80 and 40": Case(
+        q_lens=(70,),
+        k_lens=(70,),
+        softcap=20.0,
+        alibi="heads",
+        head_dim=80,
+        value_dim=40,
+        q_heads=2,
+    ),
+    "rows on odd addresses": Case(q_lens=(65,), k_lens=(80,), memory="unaligned", dtype="float16"),
+    "float32": Case(q_lens=(70,), k_lens=(90,), causal=True, dtype="float32"),
+}
+
+
+def run(args: Namespace) -> tuple[dict[str, Any], int]:
+    """Facts of each check; 1 where one did not hold."""
+    ops, no_gpu = [testing.public_op("numpy")], None
+    try:
+        import_cupy()
+        ops.append(testing.public_op("cupy"))
+    except RuntimeError as error:
+        no_gpu = str(error)
+    checks = [
+        {"arrays": op.xp.__name__, "problem": name, **check(op, case)}
+        for op in ops
+        for name, case in CASES.items()
+        if case.dtype in op.limits.dtypes
+    ]
+    failed = sum(facts["result"] != "ok" for facts in checks)
+    return {"checks": checks, "failed": failed, "no_gpu": no_gpu}, int(failed > 0)
+
+
+def check(op: Op, case: Case) -> dict[str, Any]:
+    """The worst error as a share of its bound, seconds, and "ok" or what went wrong."""
+    op, start, result = replace(op, record=testing.Record()), time.perf_counter(), "ok"
+    t = testing.tensors(case)
+    try:
+        got = testing.run(op, t)
+        testing.assert_close(got, testing.expected(t), case, op.record)
+    except Exception as error:  # whatever a machine does to a call is what is to be reported
+        result = f"{type(error).__name__}: {error}"
+    worst = max(op.record.worst.values(), default=math.nan)
+    return {
+        "error_of_bound": round(worst, 3) if math.isfinite(worst) else None,
+        "seconds": round(time.perf_counter() - start, 3),
+        "result": result,
+    }

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m rawattn``: facts are those of the library, and scripts can rely on exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import cache, device, host, plan, roofline
+from rawattn.__main__ import main, parser
+from rawattn.cli import compile as compile_command
+from rawattn.cli import flags, info, text
+from rawattn.device import Device
+from rawattn.problem import Problem
+
+H200 = Device.named("H200")
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("info", "plan", "roofline", "compile", "cache", "selftest")
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line in this process."""
+    return lambda line: Ran(main(line.split()), *capsys.readouterr())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty kernel cache, for this process and those that it starts."""
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path / "cache"))
+    cache.default.cache_clear()
+    yield tmp_path / "cache"
+    cache.default.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device_id: int | None = None) -> Device:
+        raise RuntimeError("no CUDA GPU here")
+
+    monkeypatch.setattr(Device, "current", staticmethod(refuse))
+
+
+def test_every_command_speaks_json() -> None:
+    for command in COMMANDS:
+        assert parser().parse_args([command, "--json"]).json
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def problem(line: str) -> Problem:
+    return flags.problem(parser().parse_args(["plan", *line.split()]))
+
+
+def ones(*shape: int, dtype: str = "bfloat16") -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.dtype(dtype))
+
+
+def prepared(function: Any, *arrays: Any, **arguments: Any) -> Problem:
+    return rawattn.prepare(function, *arrays, **arguments).plan.problem
+
+
+def test_flags_state_the_problem_of_the_call() -> None:
+    dense = rawattn.flash_attn_func
+    q, k = ones(2, 3, 4, 20), ones(2, 5, 4, 20)
+    line = "--batch 2 --q-len 3 --k-len 5 --heads 4 --head-dim 20"
+    assert problem(line) == prepared(dense, q, k, k)
+    assert problem(line + " --causal") == prepared(dense, q, k, k, causal=True)
+    assert problem(line + " --causal top_left --window 7 -1") == prepared(
+        dense, q, k, k, causal="top_left", window_size=(7, -1)
+    )
+    per_head = np.ones(4, np.float32)
+    assert problem(line + " --alibi --sink --softcap 3.5") == prepared(
+        dense, q, k, k, alibi_slopes=per_head, sink=per_head, softcap=3.5
+    )
+    line = "--q-len 9 --heads 6 --kv-heads 2 --head-dim 7 --value-dim 16 --dtype float16"
+    q, k, v = (ones(1, 9, *x, dtype="float16") for x in ((6, 7), (2, 7), (2, 16)))
+    assert problem(line) == prepared(dense, q, k, v)
+
+
+def test_varlen_flags_state_the_problem_of_the_call() -> None:
+    q, k, starts = ones(6, 4, 64), ones(10, 4, 64), np.zeros(3, np.int32)
+    line = "--varlen --batch 2 --q-len 3 --k-len 5 --heads 4 --head-dim 64"
+    varlen = rawattn.flash_attn_varlen_func
+    bounds = {"max_seqlen_q": 3, "max_seqlen_k": 5}
+    assert problem(line) == prepared(varlen, q, k, k, starts, starts, **bounds)
+
+
+def test_plan_says_what_the_planner_says(run: Any) -> None:
+    line = "--device H200 --batch 2 --head-dim 80 --causal --softcap 3"
+    made = plan.plan(problem(line), H200)
+    (launch,) = made.launches
+    facts = run(f"plan --json {line}").facts
+    assert facts["backend"] == made.backend
+    (found,) = facts["launches"]
+    assert found["grid"] == launch.grid and found["scalars"] == dict(launch.scalars)
+    assert found["threads"] == launch.config.threads
+    assert found["smem_bytes"] == launch.config.smem_bytes
+    assert {name: getattr(launch.config, name) for name in found["config"]} == found["config"]
+    shown = run(f"plan {line}").out
+    for word in (
+        "fwd_sm80",
+        f"grid {launch.grid}",
+        f"block_m {launch.config.block_m}",
+        "workspace",
+    ):
+        assert word in " ".join(shown.split())
+
+
+def test_plan_names_the_backends_passed_over(run: Any) -> None:
+    found = run("plan --device host --json")
+    assert (found.code, found.facts["backend"]) == (0, "reference")
+    assert found.facts["passed_over"] == ["fwd_sm80: needs CUDA arrays, found NumPy arrays"]
+
+
+def test_unsupported_exits_with_2_and_every_reason(run: Any) -> None:
+    found = run("plan --device H200 --dtype float32")
+    assert found.code == 2
+    assert "fwd_sm80: dtype float32" in found.out and "reference: takes NumPy" in found.out
+    forced = run("plan --device H200 --backend reference --json")
+    assert forced.code == 2 and forced.facts["backend"] is None
+    assert forced.facts["passed_over"] == [
+        "reference: takes NumPy arrays, found arrays on NVIDIA H200"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("plan --device K80", "accepted are host, A100"),
+        ("plan --device H200 --heads 7 --kv-heads 2", "accepted are multiples"),
+        ("plan --device H200 --window -2 0", "accepted are -1 (unbounded)"),
+        ("plan --device H200 --dtype fp4", "accepted are float16"),
+        ("plan --device H200 --dtype int32", "accepted are float16"),
+        ("plan --device H200 --backend fast", "accepted are fwd_sm80"),
+        ("roofline --device host", "peaks"),
+        ("compile --arch sm_70", "accepted are sm_80"),
+        ("compile --device host", "nothing to compile"),
+        ("compile --device H200 --head-dim 300", "takes up to 256"),
+    ],
+)
+def test_what_is_not_accepted_exits_with_2(run: Any, line: str, words: str) -> None:
+    found = run(line)
+    assert (found.code, found.out) == (2, "") and words in found.err
+    found = run(f"{line} --json")
+    assert found.code == 2 and words in found.facts["message"]
+
+
+@pytest.mark.parametrize("line", ["fly", "plan --batch -1", "plan --causal up", "cache burn", ""])
+def test_bad_usage_exits_with_2(run: Any, line: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(line)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "roofline", "compile"])
+def test_without_a_gpu_the_error_says_what_to_name(run: Any, no_gpu: None, command: str) -> None:
+    found = run(command)
+    assert (found.code, found.out) == (1, "")
+    assert "no CUDA GPU here" in found.err and "--device takes another: host, A100" in found.err
+    assert run(f"{command} --json").facts["error"] == "RuntimeError"
+
+
+# ---- roofline ------------------------------------------------------------------------------------
+
+
+def test_roofline_says_what_the_library_says(run: Any) -> None:
+    line = "--device H200 --batch 4 --q-len 1 --k-len 8192 --heads 32 --kv-heads 8"
+    limit = roofline.limit(problem(line), H200)
+    facts = run(f"roofline --json {line}").facts
+    assert (facts["flops"], facts["least_bytes"]) == (limit.work.flops, limit.work.bytes)
+    assert facts["bound"] == limit.bound == "memory"
+    assert facts["limit_us"] == pytest.approx(1e6 * limit.seconds)
+    assert facts["flops_per_byte"] < facts["ridge"]
+    assert run("roofline --device H200 --batch 0 --json").facts["flops_per_byte"] is None
+
+
+# ---- info ----------------------------------------------------------------------------------------
+
+NOTHING = """
+import runpy, sys
+for name in ("numpy", "ml_dtypes", "cupy", "cuda", "cuda.bindings", "rich"):
+    sys.modules[name] = None
+sys.argv = ["rawattn", "info", "--json"]
+runpy.run_module("rawattn", run_name="__main__")
+"""
+
+
+def test_info_runs_with_nothing_installed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING],
+        cwd=ROOT,
+        env={**os.environ, "PATH": "", "RAWATTN_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert "need CuPy" in facts["device"] and "cuda-bindings" in facts["compiler"]["missing"]
+    assert facts["gpus"] == [] and facts["cache"]["entries"] == 0
+    runs = {b["name"]: b["runs_here"] for b in facts["backends"]}
+    assert runs == {"fwd_sm80": False, "reference": True}
+
+
+def test_info_shows_what_is_here(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(Device, "current", staticmethod(lambda device_id=None: H200))
+    monkeypatch.setattr(info, "_compiler", lambda: {"nvrtc": "13.0"})
+    facts = run("info --json").facts
+    assert facts["gpus"] == ["NVIDIA H200, driver 580.1"]
+    assert facts["device"]["arch"] == "sm_90a"
+    assert all(backend["runs_here"] for backend in facts["backends"])
+    assert rawattn.__version__ in run("info").out
+
+
+def test_info_says_why_a_backend_cannot_run() -> None:
+    kernel, on_host = plan.BACKENDS[0], plan.BACKENDS[-1]
+    assert info.why_not(on_host, "no GPU", {"missing": "NVRTC"}) is None
+    assert info.why_not(kernel, "no GPU", {}) == "no GPU"
+    assert info.why_not(kernel, H200, {"missing": "no NVRTC"}) == "no NVRTC"
+    assert info.why_not(kernel, H200, {"nvrtc": "13.0"}) is None
+
+
+# ---- compile and cache ---------------------------------------------------------------------------
+
+
+def test_compile_fills_the_cache_which_lists_and_clears(run: Any, folder: Path) -> None:
+    assert run("cache size --json").facts["entries"] == 0
+    line = "compile --arch sm_80 --head-dim 32 --json"
+    made = run(line)
+    assert made.code == 0, made.err
+    assert (made.facts["ready"], made.facts["failed"], made.facts["cache"]["entries"]) == (1, 0, 1)
+    again = run(line).facts
+    assert again["cache"] == made.facts["cache"]
+    (entry,) = run("cache --json").facts["kernels"]
+    assert entry["key"].startswith("fwd_sm80-sm_80-") and entry["intact"]
+    (folder / entry["key"] / "kernel.cubin").write_bytes(b"")
+    assert not run("cache list --json").facts["kernels"][0]["intact"]
+    assert run("cache clear --json").facts["removed"] == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_a_kernel_that_does_not_compile_exits_with_1(
+    run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_command, "_compile", lambda *_: iter([None, "line 7: error"]))
+    found = run("compile --arch sm_80 --all --json")
+    assert found.code == 1 and found.facts["errors"] == ["line 7: error"]
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(folder: Path) -> None:
+    folder.write_text("a file, not a folder")
+    launch = plan.plan(problem("--head-dim 32"), H200).launches[0]
+    with pytest.warns(RuntimeWarning, match="cannot write"):
+        why = compile_command._compile_one("fwd_sm80", launch.config, "sm_80")
+    assert why is not None and "cannot be written" in why
+
+
+def test_progress_needs_no_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [None, "error", None]
+    assert list(compile_command._progress(iter(results), 3)) == results
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert list(compile_command._progress(iter(results), 3)) == results
+    assert capsys.readouterr() == ("", "compiled 1 of 3\ncompiled 2 of 3\ncompiled 3 of 3\n")
+
+
+def test_a_folder_with_other_files_is_not_cleared(run: Any, folder: Path) -> None:
+    key = "fwd_sm80-sm_80-" + 32 * "0"
+    for name in (key, f".{key}-{32 * 'f'}", "emulator"):
+        (folder / name).mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    found = run("cache clear")
+    assert found.code == 1 and "'thesis.tex', which is no kernel" in found.err
+    assert len(list(folder.iterdir())) == 4
+    assert [k["key"] for k in run("cache --json").facts["kernels"]] == [key]
+    (folder / "thesis.tex").unlink()
+    assert run("cache clear --json").facts["removed"] == 1
+    assert list(folder.iterdir()) == []
+
+
+# ---- selftest ------------------------------------------------------------------------------------
+
+
+def test_selftest_passes(run: Any) -> None:
+    found = run("selftest --json")
+    assert found.code == 0, found.out
+    arrays = {c["arrays"] for c in found.facts["checks"]}
+    assert arrays == ({"numpy"} if found.facts["no_gpu"] else {"numpy", "cupy"})
+    assert all(0 <= c["error_of_bound"] <= 1 for c in found.facts["checks"])
+    assert len(found.facts["checks"]) >= 9
+
+
+def test_selftest_finds_a_wrong_kernel(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = host.run
+
+    def wrong(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **arguments: Any) -> None:
+        right(q, k, v, out, lse, **arguments)
+        out *= 1.02
+
+    monkeypatch.setattr(host, "run", wrong)
+    found = run("selftest --json")
+    assert found.code == 1 and found.facts["failed"] >= 9
+    assert "AssertionError: out[" in found.facts["checks"][0]["result"]
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_facts_are_lines_and_tables() -> None:
+    facts = {
+        "name": "x",
+        "flat": {"a": 1, "b": None},
+        "list": ["one", "two"],
+        "none": [],
+        "table": [{"key": "k", "big": 1234567}, {"key": "longer", "big": 0.5}],
+        "nested": [{"grid": 3, "config": {"scores": True}}],
+    }
+    pad = " " * text.COLUMN
+    assert text.render(facts).splitlines() == [
+        f"{'name':{text.COLUMN}}x",
+        f"{'flat':{text.COLUMN}}a 1, b -",
+        f"{'list':{text.COLUMN}}one",
+        f"{pad}two",
+        f"{'none':{text.COLUMN}}none",
+        "table",
+        "  key     big",
+        "  k       1,234,567",
+        "  longer  0.5",
+        "nested",
+        f"{'  grid':{text.COLUMN}}3",
+        f"{'  config':{text.COLUMN}}scores yes",
+    ]
+    long = text.render({"words": " ".join(["word"] * 60)}).splitlines()
+    assert len(long) > 2 and all(len(line) <= text.WIDTH for line in long)
+    assert all(line.startswith(pad + "word") for line in long[1:])
+
+
+def test_the_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "rawattn", "plan", "--device", "A100", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["backend"] == "fwd_sm80"
+    assert device.DEVICES["A100"].name == json.loads(done.stdout)["device"]["name"]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tile shape of the kernels on the emulator: what the laws, which stay with few configs,
+leave out."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+
+from rawattn.plan import configs
+from rawattn.testing import Case, Op, law_matches_reference, run, tensors
+from tools.emulator.attention import attention, emulator_op
+
+pytestmark = pytest.mark.emulator
+
+TILES = sorted({(c.head_dim, c.value_dim) for c in configs("fwd_sm80", "sm_90a")})
+
+
+@pytest.fixture(scope="module")
+def op() -> Op:
+    return emulator_op()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), TILES)
+def test_aligned(op: Op, head_dim: int, value_dim: int) -> None:
+    """Two query tiles, three key tiles, a padded head, rows of two query heads a KV head."""
+    case = Case(
+        q_lens=(140,),
+        k_lens=(150,),
+        q_heads=2,
+        kv_heads=1,
+        head_dim=head_dim - 8,
+        value_dim=value_dim,
+        causal=True,
+    )
+    law_matches_reference(op, case)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), TILES)
+def test_unaligned(op: Op, head_dim: int, value_dim: int) -> None:
+    """Copies of 2 bytes, every score feature, packed sequences, an empty one among them."""
+    case = Case(
+        q_lens=(5, 70, 0),
+        k_lens=(33, 129, 7),
+        dtype="float16",
+        layout="packed",
+        memory="unaligned",
+        head_dim=head_dim - 3,
+        value_dim=value_dim - 1,
+        window=(100, 3),
+        softcap=10.0,
+        alibi="heads",
+        sink=True,
+    )
+    law_matches_reference(op, case)
+
+
+def test_time() -> None:
+    """256 x 256, two heads of 128, in two seconds of one core."""
+    case = Case(q_lens=(256,), k_lens=(256,), q_heads=2, kv_heads=2, head_dim=128, value_dim=128)
+    op = Op(name="attention", call=functools.partial(attention, seeds=(0,)))
+    run(op, tensors(case))  # compiles
+    start = time.process_time()
+    run(op, tensors(case))
+    assert time.process_time() - start < 2
