@@ -205,7 +205,7 @@ def _result(arrays: Arrays, options: Options, views: Arrays) -> Any:
 
 
 def _steps(spec: Spec) -> tuple[int, ...]:
-    """Strides, with 0 for axes of size 1: what stands there is nobody's promise, and may break the alignment."""
+    """Strides, with 0 for axes of size 1: what stands there is no promise, and may be unaligned."""
     return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
 
 

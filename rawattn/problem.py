@@ -78,7 +78,7 @@ class Scores:
 
 
 class CacheLayout(enum.Enum):
-    """How a paged KV cache lies in memory; x is 16 bytes worth of elements. Outer strides are free."""
+    """How a paged KV cache lies in memory; x is 16 bytes of elements. Outer strides are free."""
 
     NHD = "NHD"  # K, V (blocks, page, Hkv, D)
     HND = "HND"  # K, V (blocks, Hkv, page, D)

@@ -20,7 +20,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
 def cuda_folder() -> Path:
-    """The folder of the kernel sources: inside the installed package, or beside it in a checkout."""
+    """The folder of the kernel sources: in the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "cuda", package.parent / "cuda"):
         if (folder / "params.cuh").is_file():

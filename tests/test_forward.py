@@ -21,6 +21,7 @@ from rawattn.device import Device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
+
 def log2e(x: float) -> float:
     """What Params hold of a number in natural units."""
     return float(np.float32(x * np.log2(np.e)))

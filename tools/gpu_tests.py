@@ -23,14 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rawattn import compile, registry
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
-LAUNCH_CODE = ("plan", "launch", "compile", "registry")
+LAUNCH_CODE = ("plan", "launch", "compile", "registry", "forward")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SANITIZER_SECONDS = 120  # for one tool
 
@@ -43,9 +46,10 @@ Record = dict[str, Any]
 def sources_digest() -> str:
     """A digest of the kernels and of the code that plans, compiles and launches them."""
     digest = hashlib.sha256()
-    files = [*(ROOT / "cuda").glob("*.cu*"), *(ROOT / "rawattn" / f"{n}.py" for n in LAUNCH_CODE)]
-    for path in sorted(files):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for kernel in registry.KERNELS.values():
+        digest.update(compile.sources(kernel).digest.encode())
+    for name in LAUNCH_CODE:
+        digest.update((ROOT / "rawattn" / f"{name}.py").read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -159,7 +163,10 @@ def run_laws(examples: int) -> Record:
 def run_sanitizer() -> Record:
     """A summary line a tool of compute-sanitizer, over the cases of tools/sanitizer_cases.py."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    return {tool: _sanitize(program, tool) for tool in SANITIZERS}
+    with ThreadPoolExecutor() as pool:  # each spends most of its time on the host
+        return dict(
+            zip(SANITIZERS, pool.map(lambda t: _sanitize(program, t), SANITIZERS), strict=True)
+        )
 
 
 def _sanitize(program: str, tool: str) -> str:

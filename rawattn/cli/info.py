@@ -61,7 +61,7 @@ def why_not(backend: Backend, device: Device | str, compiler: dict[str, str]) ->
         return None
     if isinstance(device, str):
         return device
-    return backend.refuses(TYPICAL, device) or compiler.get("missing")
+    return backend.refuses(TYPICAL, device) or compiler.get("error")
 
 
 def _device() -> Device | str:
@@ -80,7 +80,7 @@ def _compiler() -> dict[str, str]:
         for kernel in KERNELS.values():
             compile._header_folder(kernel, compile.sources(kernel).system, major)
     except compile.CompileError as error:
-        facts["missing"] = str(error)
+        facts["error"] = str(error)
     return facts
 
 

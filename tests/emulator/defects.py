@@ -84,8 +84,8 @@ def case(q_len: int, k_len: int, head_dim: int, value_dim: int) -> Case:
     return Case(
         q_lens=(q_len,),
         k_lens=(k_len,),
-        q_heads=2,
-        kv_heads=1,
+        q_heads=4,
+        kv_heads=2,
         head_dim=head_dim,
         value_dim=value_dim,
         causal=True,
@@ -97,14 +97,16 @@ one_stage = functools.partial(forward, case(140, 130, 88, 72))  # with rows that
 pairs = functools.partial(forward, case(70, 140, 136, 160))  # two warps share rows
 
 KERNEL = "fwd_sm80.cu"
-WAIT, SYNC = r"ptx::cp_async_wait_group<0>\(\);\s+", r"__syncthreads\(\);"
+WAIT, SYNC = r"ptx::cp_async_wait_group<0>\(\);", r"__syncthreads\(\);"
+TILE = rf"(\n    ){WAIT}(\n    ){SYNC}(  //)"  # what is waited for before a tile
+V_OF_TILE = rf"(\n      ){WAIT}(\n      ){SYNC}(  //)"  # and before its V, with one stage
 START = r"(?=  FwdSm80Warp<C> warp\()"
 
 SM80 = {
     two_stages: [
-        ("no wait for a tile", KERNEL, rf"{WAIT}({SYNC}  // what tile)", r"\1"),
-        ("no barrier before a tile", KERNEL, rf"({WAIT}){SYNC}(  // what tile)", r"\1\2"),
-        ("a group too many pending", KERNEL, r"_group<0>(.*\s.*// what tile)", r"_group<1>\1"),
+        ("no wait for a tile", KERNEL, TILE, r"\1__syncthreads();\3"),
+        ("no barrier before a tile", KERNEL, TILE, r"\1ptx::cp_async_wait_group<0>();\3"),
+        ("a group too many pending", KERNEL, r"(\n    ptx::cp_async_wait_group)<0>", r"\1<1>"),
         ("fills the stage in use", KERNEL, r"\[1 - stage\]", "[stage]"),
         (
             "V of the other stage",
@@ -115,8 +117,8 @@ SM80 = {
         ("no barrier before Q", KERNEL, rf"{SYNC}(\s+#pragma unroll\s+for \(int step)", r"\1"),
         ("row bound of copies", "tile.cuh", r"\br < rows", "r <= rows"),
         ("column bound of copies", "tile.cuh", r"\b(c|col\(\)) < cols", r"\1 <= cols"),
-        ("copies do not step back", "tile.cuh", r"-T::kRows", "-0 * T::kRows"),
-        ("V with the strides of K", KERNEL, r"C::block_n, p.stride_v", "C::block_n, p.stride_k"),
+        ("copies do not step back", "tile.cuh", r"kBack = T::kRows", "kBack = 0"),
+        ("V with the strides of K", KERNEL, r"stride_v_row, p.val", "stride_k_row, p.val"),
         ("KV head of the query head", KERNEL, r"kv_head = [^;]*;", "kv_head = tile.q_head;"),
         ("query tile off by one", "schedule.cuh", r"p.m_blocks - 1 - ", "p.m_blocks - "),
         (
@@ -149,8 +151,8 @@ SM80 = {
         ("warps leave early", KERNEL, START, "if (threadIdx.x / 32 == 3) return;\n"),
     ],
     one_stage: [
-        ("no wait for V", KERNEL, rf"{WAIT}({SYNC}  // V)", r"\1"),
-        ("no barrier before V", KERNEL, rf"({WAIT}){SYNC}(  // V)", r"\1\2"),
+        ("no wait for V", KERNEL, V_OF_TILE, r"\1__syncthreads();\3"),
+        ("no barrier before V", KERNEL, V_OF_TILE, r"\1ptx::cp_async_wait_group<0>();\3"),
         (
             "first group not committed",
             KERNEL,
