@@ -68,7 +68,9 @@ struct FwdSm80Warp {
   static constexpr int kOutTiles = kCols / 8;
   static constexpr int kKSteps = C::head_dim / 16;
   static constexpr int kRing = C::fragments_ahead + 1;
-  static constexpr int kQSlots = C::q_in_registers ? kKSteps : 2;
+  // Steps of q in registers: the one in use, and those that fragments are read ahead of.
+  static constexpr int kQSlots =
+      C::q_in_registers ? kKSteps : 1 + ceil_div(C::fragments_ahead, kNTiles / 2);
   static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 16 == 0,
                 "a warp's product is made of 16 x 16 blocks");
 
