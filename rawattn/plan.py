@@ -98,8 +98,8 @@ FWD_SM80_TILES = (
 )
 # What changes where score steps are compiled in, which take registers; by value_dim.
 FWD_SM80_SCORES = {128: {"block_n": 32}, 256: {"copy_spread": 4}}
-# What changes on other GPUs than Hopper, where ptxas would spill, and where consumer cards have 99 KB
-# of shared memory a block. Not measured: we have none.
+# What changes on GPUs other than Hopper, where ptxas would spill, and where consumer cards have
+# 99 KB of shared memory a block. Not measured: we have none.
 FWD_SM80_ELSEWHERE = {96: {"block_n": 32}, 128: {"block_n": 32}, 256: {"block_n": 32}}
 
 
