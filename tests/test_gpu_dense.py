@@ -15,7 +15,10 @@ import pytest
 import rawattn
 from rawattn import forward
 from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
+from rawattn.device import Device
+from rawattn.registry import all_configs
 from tests.gpu import DTYPES, Data, bits, data, same
+from tools import ledger
 
 pytestmark = pytest.mark.gpu
 
@@ -234,3 +237,10 @@ def test_what_no_backend_takes(cupy: Any) -> None:
     q = cupy.zeros((1, 4, 2, 64), np.float32)
     with pytest.raises(rawattn.Unsupported, match=r"fwd_sm80: dtype float32.*takes NumPy arrays"):
         flash_attn_func(q, q, q)
+
+
+def test_the_compiler_of_this_machine_spills_nothing() -> None:
+    """The ledger says so of one NVRTC; others, and even the same one elsewhere, have differed."""
+    arch = Device.current().arch
+    rows = [ledger.measure(kernel, config, arch) for kernel, config in all_configs(arch)]
+    assert not [row for row in rows if row.spills or row.warnings]
