@@ -190,7 +190,7 @@ H200      64  64: 128 x 64, 4 warps, 2 stages, 128 blocks
 H200     128 128: 128 x 64, 4 warps, 1 stages, 128 blocks
 H200     192 128: 64 x 64, 4 warps, 1 stages, 256 blocks
 H200     256 256: 64 x 64, 4 warps, 1 stages, 256 blocks
-RTX 4090 128 128: 128 x 64, 4 warps, 1 stages, 128 blocks
+RTX 4090 128 128: 128 x 32, 4 warps, 1 stages, 128 blocks
 RTX 4090 256 256: 64 x 32, 4 warps, 1 stages, 256 blocks
 """
 

@@ -2,7 +2,8 @@
 """All tests that need a GPU, and the record of them, tests/gpu_record.json.
 
     python -m tools.gpu_tests                       everything
-    python -m tools.gpu_tests --laws 3000           one part: --pytest, --laws N, --sanitizer
+    python -m tools.gpu_tests --laws 3000           one part: --pytest, --laws N, --sanitizer,
+                                                    --outputs (writes tests/gpu_outputs.npz)
     python -m tools.gpu_tests --check               does the record belong to the current sources?
 
 Parts that run on the same sources and GPU add up in one record. It is also copied to the folder
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
@@ -44,8 +45,8 @@ Record = dict[str, Any]
 # ---- does the record belong to the sources? ------------------------------------------------------
 
 
-def sources_digest() -> str:
-    """A digest of the kernels and of the code that plans, compiles and launches them."""
+def sources_digest(code: Sequence[str] = LAUNCH_CODE) -> str:
+    """A digest of the kernels and of modules: of those that plan, compile and launch them."""
     digest = hashlib.sha256()
     for kernel in registry.KERNELS.values():
         digest.update(compile.sources(kernel).digest.encode())
@@ -72,6 +73,7 @@ def status() -> str:
         f"GPU record: {found}. {record['gpu']}, {record['date']}: "
         f"{tests.get('passed', 0)} tests passed, {tests.get('failed', 0)} failed; "
         f"{laws.get('examples', 0)} examples of laws, {laws.get('failed', 0)} laws failed; "
+        f"outputs of {record.get('outputs', {}).get('problems', 0)} problems; "
         f"sanitizer: {sanitizer or 'not run'}"
     )
 
@@ -161,6 +163,23 @@ def run_laws(examples: int) -> Record:
     }
 
 
+def run_outputs() -> Record:
+    """Records what the emulator is held to, tests/gpu_outputs.npz."""
+    from rawattn.testing import public_op
+    from tools import gpu_outputs
+
+    op, start = public_op("cupy"), time.perf_counter()
+    try:
+        outputs = gpu_outputs.record(op, gpu_outputs.draw_cases(), machine()["gpu"])
+    except AssertionError as error:
+        return {"problems": 0, "failed": 1, "error": str(error)}
+    gpu_outputs.save(outputs)
+    if os.environ.get("OUT"):
+        shutil.copy(gpu_outputs.FILE, os.environ["OUT"])
+    seconds = round(time.perf_counter() - start, 1)
+    return {"problems": len(outputs.outputs), "failed": 0, "seconds": seconds}
+
+
 def run_sanitizer() -> Record:
     """A summary line a tool of compute-sanitizer, over the cases of tools/sanitizer_cases.py."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -212,16 +231,19 @@ def main() -> int:
     parser.add_argument("--pytest", action="store_true", help="the GPU tests, without the laws")
     parser.add_argument("--laws", type=int, nargs="?", const=3000, help="examples (default 3000)")
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer's four tools")
+    parser.add_argument("--outputs", action="store_true", help="what the emulator is held to")
     options = parser.parse_args()
     if options.check:
         print(status())
         return 0
-    everything = not (options.pytest or options.laws or options.sanitizer)
+    everything = not (options.pytest or options.laws or options.sanitizer or options.outputs)
     parts: dict[str, Callable[[], Record]] = {}
     if options.laws or everything:
         parts["laws"] = lambda: run_laws(options.laws or 3000)
     if options.pytest or everything:
         parts["pytest"] = run_pytest
+    if options.outputs or everything:
+        parts["outputs"] = run_outputs
     if options.sanitizer or everything:
         parts["sanitizer"] = run_sanitizer
     compile_all()
