@@ -29,7 +29,6 @@ from bench.cases import random_tensors
 from bench.rows import RESULTS, ROOT, append, commit, results_path, sources_digest
 from rawattn.dense import flash_attn_func, prepare
 from rawattn.device import Device
-from rawattn.launch import _launch_config
 from rawattn.problem import Problem
 
 CALLS, ROUNDS = 100, 51
@@ -180,8 +179,7 @@ def measure_calls() -> dict[str, list[float]]:
     q, k, v, out = t.q, t.k, t.v, t.out
     plan = prepare(flash_attn_func, q, k, v, causal=True, out=out)
     flash_attn_func(q, k, v, causal=True, out=out, plan=plan)
-    ((function, shape, arguments, _),) = plan._packed._launches
-    config = _launch_config(*shape, cupy.cuda.get_current_stream().ptr)
+    ((config, function, arguments, _),) = plan._packed.on(cupy.cuda.get_current_stream().ptr)
     bare = driver.cuLaunchKernelEx
     runs = {
         "bare cuLaunchKernelEx": lambda: bare(config, function, arguments, 0),

@@ -35,8 +35,8 @@ struct WarpTile {
 // What the two warps that share rows tell each other; nothing where a warp has its rows for itself.
 template <class C, int kColumnWarps>
 struct PairSmem {
-  float row[kColumnWarps]
-           [C::block_m];  // of each half of the keys: the largest score, at the end the sum
+  // Of each half of the keys: the largest score of a row, at the end the sum.
+  float row[kColumnWarps][C::block_m];
   Tile<C::block_m, C::block_n> p;  // probabilities
 };
 template <class C>
@@ -85,15 +85,13 @@ struct FwdSm80Warp {
   static __device__ __forceinline__ int part() {
     return kParts == 1 ? 0 : threadIdx.x / 32 % kParts;
   }
-  static __device__ __forceinline__ int tile_row() {
-    return threadIdx.x / (32 * kParts) * kRows;
-  }  // its first row
+  // Where this warp's block starts: row, key and column in the tiles; row in the sequence.
+  static __device__ __forceinline__ int tile_row() { return threadIdx.x / (32 * kParts) * kRows; }
   static __device__ __forceinline__ int first_key() { return part() * kKeys; }
   static __device__ __forceinline__ int first_col() { return part() * kCols; }
-  __device__ __forceinline__ int first_row() const {
-    return at.query.m_block * C::block_m;
-  }  // of the block
-  __device__ __forceinline__ int warp_row() const { return first_row() + tile_row(); }
+  __device__ __forceinline__ int warp_row() const {
+    return at.query.m_block * C::block_m + tile_row();
+  }
 
   __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, WarpTile& warp_tile)
       : p(params), at(warp_tile) {

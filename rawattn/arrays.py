@@ -43,15 +43,22 @@ class Spec(NamedTuple):
         return tuple(stride // size for stride in self.byte_strides)
 
 
+SpecKey = tuple[tuple[int, ...], tuple[int, ...], str, "int | None", int]  # the fields of a Spec
+
+
 class View:
     """An array that a kernel can read or write. It keeps the memory alive."""
 
-    __slots__ = ("array", "pointer", "spec")
+    __slots__ = ("array", "key", "pointer")
 
-    def __init__(self, array: Any, pointer: int, spec: Spec) -> None:
+    def __init__(self, array: Any, pointer: int, key: SpecKey) -> None:
         self.array = array  # cupy.ndarray or numpy.ndarray
         self.pointer = pointer
-        self.spec = spec
+        self.key = key  # equal to `spec`, and cheaper to make: every call looks its kind up by keys
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(*self.key)
 
 
 def view(name: str, x: Any, dtype: str | None = None) -> View:
@@ -60,28 +67,20 @@ def view(name: str, x: Any, dtype: str | None = None) -> View:
     Raises TypeError, which names the argument, for a kind of object that is not accepted.
     """
     cupy = sys.modules.get("cupy")
-    if isinstance(x, np.ndarray if cupy is None else (cupy.ndarray, np.ndarray)):
+    if (cupy is not None and isinstance(x, cupy.ndarray)) or isinstance(x, np.ndarray):
         array = x
-    elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        array = _from_dlpack(name, x)
-    elif hasattr(x, "__cuda_array_interface__"):
-        array = _from_cuda_array_interface(name, x)
     else:
-        raise TypeError(
-            f"{name} is a {type(x).__module__}.{type(x).__qualname__}: accepted are arrays of CuPy "
-            "or NumPy, and objects with __dlpack__ or __cuda_array_interface__"
-        )
+        array = _exchanged(name, x)
     if dtype is not None:
         array = _reinterpret(name, array, dtype)
     found = array.dtype
     kind = _NAMES.get(found) or found.name
     if isinstance(array, np.ndarray):
-        address = array.ctypes.data
-        return View(array, address, Spec(array.shape, array.strides, kind, None, address % 16))
-    address = array.data.ptr
-    return View(
-        array, address, Spec(array.shape, array.strides, kind, array.data.device_id, address % 16)
-    )
+        address, device = array.ctypes.data, None
+    else:
+        memory = array.data
+        address, device = memory.ptr, memory.device_id
+    return View(array, address, (array.shape, array.strides, kind, device, address % 16))
 
 
 def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Spec:
@@ -97,7 +96,7 @@ def empty(spec: Spec) -> View:
     if spec.device != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(spec.device):
             return empty(spec)
-    array = cupy.empty(spec.shape, DTYPES[spec.dtype])
+    array = cupy.ndarray(spec.shape, DTYPES[spec.dtype])  # cupy.empty does this, and no more
     return View(array, array.data.ptr, spec)
 
 
@@ -138,6 +137,18 @@ def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
             if stride < end:
                 raise ValueError(f"{where}: accepted is an output that does not overlap itself")
             end += stride * (n - 1)
+
+
+def _exchanged(name: str, x: Any) -> Any:
+    """A CuPy or NumPy array of what is neither, in the same memory."""
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_dlpack(name, x)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _from_cuda_array_interface(name, x)
+    raise TypeError(
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}: accepted are arrays of CuPy "
+        "or NumPy, and objects with __dlpack__ or __cuda_array_interface__"
+    )
 
 
 def _reinterpret(name: str, array: Any, dtype: str) -> Any:

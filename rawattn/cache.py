@@ -46,11 +46,15 @@ class Cache:
         self.folder = folder
         self._fallback: Path | None = None
 
+    def find(self, key: str) -> Path | None:
+        """The folder with the files of `key`, where there is an intact one."""
+        return next((f / key for f in self._folders() if is_intact(f / key)), None)
+
     def get(self, key: str, build: Callable[[], Mapping[str, bytes]]) -> Path:
         """The folder with the files of `key`, which `build` returns where no intact one is yet."""
-        for folder in self._folders():
-            if is_intact(folder / key):
-                return folder / key
+        found = self.find(key)
+        if found is not None:
+            return found
         files = build()
         try:
             return _install(self._folders()[-1], key, files)

@@ -98,10 +98,18 @@ def cubin(kernel: Kernel, config: Config, arch: str) -> Path:
     `CompileError`.
     """
     text = unit(kernel, config)
-    version = "{}.{}".format(*_nvrtc()[1])
-    key = hashlib.sha256(repr((SCHEMA, text, arch, FLAGS, version)).encode()).hexdigest()[:32]
-    entry = f"{kernel.name}-{arch}-{key}"
-    return cache.default().get(entry, lambda: _build(kernel, text, arch)) / "kernel.cubin"
+
+    def key(version: str) -> str:
+        parts = (SCHEMA, text, arch, FLAGS, version)
+        return f"{kernel.name}-{arch}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+
+    # An entry is named after the NVRTC that built it; the one installed is where we look first.
+    installed = _installed_nvrtc()
+    entry = cache.default().find(key(installed)) if installed else None
+    if entry is None:
+        version = "{}.{}".format(*_nvrtc()[1])
+        entry = cache.default().get(key(version), lambda: _build(kernel, text, arch))
+    return entry / "kernel.cubin"
 
 
 def resources(kernel: Kernel, config: Config, arch: str) -> Resources:
@@ -136,6 +144,18 @@ def _member(name: str, value: bool | int | str) -> str:
     if isinstance(value, bool):
         return f"  static constexpr bool {name} = {str(value).lower()};"
     return f"  static constexpr int {name} = {value};"
+
+
+@functools.cache
+def _installed_nvrtc() -> str | None:
+    """The version of the one NVRTC among NVIDIA's wheels, which its builtins have in their name.
+
+    It is enough to find what is compiled; NVRTC itself takes far longer to load than that. None
+    where there is no such wheel, or several.
+    """
+    names = [file.name for w in _wheels() for file in w.glob("*/lib/libnvrtc-builtins.so.*")]
+    versions = {version for name in names for version in re.findall(r"so\.(\d+\.\d+)", name)}
+    return versions.pop() if len(versions) == 1 else None
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rawattn.forward import Prepared, Preparer, forward
-from rawattn.request import Arrays, Options
 
 
 def flash_attn_func(
@@ -126,8 +125,8 @@ def flash_attn_func(
     >>> out.shape, lse.shape, bool(np.allclose(out, 1))
     ((1, 5, 4, 64), (1, 4, 5), True)
     """
-    arrays = Arrays(q, k, v, out, lse, None, None, None, alibi_slopes, sink)
-    options = Options(softmax_scale, causal, window_size, softcap, return_lse, dtype, backend)
+    arrays = (q, k, v, out, lse, None, None, None, alibi_slopes, sink)
+    options = (softmax_scale, causal, window_size, softcap, return_lse, dtype, backend)
     return forward(arrays, options, plan, stream)
 
 
@@ -209,8 +208,8 @@ def flash_attn_varlen_func(
     """
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q is None: accepted is an int32 array of shape (batch + 1,)")
-    arrays = Arrays(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
-    options = Options(
+    arrays = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    options = (
         softmax_scale,
         causal,
         window_size,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import host, launch
-from rawattn.arrays import Spec, View, contiguous, empty, to_host, view
+from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.plan import Plan, plan
 from rawattn.problem import Problem, check_scalar
@@ -33,6 +33,8 @@ from rawattn.request import (
 )
 
 LOG2_E = math.log2(math.e)
+
+Fields = tuple[Any, ...]  # of Arrays or Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Call:
 
     plan: Plan
     specs: Arrays  # outputs among them, given or not
+    new: tuple[tuple[int, Spec], ...]  # outputs that are not given: place in Arrays, and spec
     scale: float
     softcap: float
     template: launch.Template | None  # None: arrays of NumPy
@@ -89,12 +92,12 @@ class Prepared:
     plan.
     """
 
-    def __init__(self, arrays: Arrays, options: Options) -> None:
+    def __init__(self, arrays: Fields, options: Fields) -> None:
         self._arrays, self._options = arrays, options
-        self._call, self._views = _bind(arrays, options)
-        self._result = _result(arrays, options, self._views)
+        self._call, self._views = _bind(arrays, Options(*options))
+        self._result = _result(arrays, Options(*options), self._views)
         self._packed: Callable[[], None] | None = None
-        if arrays.out is not None and (arrays.lse is not None or not options.return_lse):
+        if not self._call.new and not Settings.read().check:  # nothing is left but the launch
             call, views = self._call, self._views
             pack = call.template and call.template.pack(_pointers(views))
             self._packed = pack or functools.partial(call.run, views)
@@ -104,104 +107,135 @@ class Prepared:
         """What runs, and why."""
         return self._call.plan
 
-    def run(self, arrays: Arrays, options: Options) -> Any:
+    def run(self, arrays: Fields, options: Fields) -> Any:
         """The call, on the current stream. ValueError where it is not the one that was prepared."""
-        same = all(map(is_, arrays, self._arrays)) and options == self._options
-        if same and self._packed is not None and not Settings.read().check:
-            self._packed()
+        packed = self._packed
+        if packed and all(map(is_, arrays, self._arrays)) and options == self._options:
+            packed()
             return self._result
-        call, views = _bind(arrays, options)
+        return _run(arrays, Options(*options), self)
+
+    def check(self, call: Call, options: Options) -> None:
+        """ValueError where a call is not the one that was prepared."""
         if call is not self._call:
-            found, prepared = (call.specs, plain(options)), (self._call.specs, plain(self._options))
-            check_same(found, prepared)
-        call.run(views)
-        return _result(arrays, options, views)
+            prepared = self._call.specs, plain(Options(*self._options))
+            check_same((call.specs, plain(options)), prepared)
 
 
 class Preparer:
-    """Takes the place of a plan, and makes one of the call."""
-
-    def run(self, arrays: Arrays, options: Options) -> Prepared:
-        return Prepared(arrays, options)
+    """Takes the place of a plan where the call shall become one."""
 
 
-def forward(arrays: Arrays, options: Options, plan: Prepared | Preparer | None, stream: Any) -> Any:
-    """The call of a public function; returns out, or out and lse."""
+def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, stream: Any) -> Any:
+    """The call of a public function; returns out, or out and lse.
+
+    `arrays` and `options` are the fields of Arrays and Options, in their order. They come without
+    names, which would take a good part of the time of a prepared call, and which it does not need.
+    """
     if stream is not None:
-        if isinstance(arrays.q, np.ndarray):
+        if isinstance(arrays[0], np.ndarray):
             raise ValueError(f"stream={stream!r}: with NumPy arrays accepted is None")
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
-    if plan is not None:
-        if not isinstance(plan, (Prepared, Preparer)):
-            raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+    if isinstance(plan, Prepared):
         return plan.run(arrays, options)
+    if isinstance(plan, Preparer):
+        return Prepared(arrays, options)
+    if plan is not None:
+        raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+    return _run(arrays, Options(*options))
+
+
+def _run(arrays: Fields, options: Options, prepared: Prepared | None = None) -> Any:
     call, views = _bind(arrays, options)
+    if prepared is not None:
+        prepared.check(call, options)
     call.run(views)
     return _result(arrays, options, views)
 
 
 @functools.lru_cache(maxsize=4096)
-def resolve(specs: Arrays, options: Options) -> Call:
-    """Checks and plans a kind of call; compiles and loads what it launches."""
-    problem = problem_of(specs, options)
+def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
+    """Checks and plans a kind of call; compiles and loads what it launches.
+
+    `keys` are those of the views of Arrays.
+    """
+    given = Arrays(*[key and Spec(*key) for key in keys])
+    problem = problem_of(given, options)
     scale = options.softmax_scale
     scale = problem.head_dim**-0.5 if scale is None else check_scalar("softmax_scale", scale)
-    device = specs.q.device
-    out_shape, lse_shape = result_shapes(specs.q.shape, problem.value_dim)
-    specs = specs._replace(
-        out=specs.out or contiguous(out_shape, problem.dtype, device),
-        lse=specs.lse or (contiguous(lse_shape, "float32", device) if options.return_lse else None),
+    device = given.q.device
+    out_shape, lse_shape = result_shapes(given.q.shape, problem.value_dim)
+    specs = given._replace(
+        out=given.out or contiguous(out_shape, problem.dtype, device),
+        lse=given.lse or (contiguous(lse_shape, "float32", device) if options.return_lse else None),
     )
+    new = [(n, spec) for n, spec in enumerate(specs) if spec is not None and keys[n] is None]
     target = Device.host() if device is None else Device.current(device)
     chosen = plan(problem, target, options.backend or Settings.read().backend)
     softcap = float(options.softcap)
     template = None
     if device is not None:
         template = launch.Template(chosen, device, _scalars(specs, problem, scale, softcap))
-    return Call(plan=chosen, specs=specs, scale=scale, softcap=softcap, template=template)
+    return Call(
+        plan=chosen, specs=specs, new=tuple(new), scale=scale, softcap=softcap, template=template
+    )
 
 
-def _bind(arrays: Arrays, options: Options) -> tuple[Call, Arrays]:
+def _bind(arrays: Fields, options: Options) -> tuple[Call, Arrays]:
     """The kind of a call, and its views, with outputs that were not given."""
     options = plain(options)
     views = _views(arrays, options.dtype)
-    call = resolve(Arrays(*[x and x.spec for x in views]), options)
+    call = resolve(tuple([x and x.key for x in views]), options)
     if Settings.read().check:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        given = {name: getattr(views, name) for name in names}
-        tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
-        check_lengths(call.specs, call.plan.problem, tables)
-    if views.out is None:
-        views = views._replace(out=empty(call.specs.out))
-    if views.lse is None and call.specs.lse is not None:
-        views = views._replace(lse=empty(call.specs.lse))
-    return call, views
+        _check_lengths(call, Arrays(*views))
+    for place, spec in call.new:
+        views[place] = empty(spec)
+    return call, Arrays(*views)
 
 
-def _views(arrays: Arrays, dtype: str | None) -> Arrays:
-    q, k, v, out, *others = arrays
-    found: list[View | None] = [view("q", q, dtype), view("k", k, dtype), view("v", v, dtype)]
-    found.append(None if out is None else view("out", out, dtype))
-    for name, x in zip(Arrays._fields[4:], others, strict=True):
-        found.append(None if x is None else view(name, x))
-    views = Arrays(*found)
-    for name, x in (("out", views.out), ("lse", views.lse)):
-        if x is not None and x.spec.device is None and not x.array.flags.writeable:
+def _views(arrays: Fields, dtype: str | None) -> list[View | None]:
+    """The views of the fields of Arrays."""
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = arrays
+    views = [
+        view("q", q, dtype),
+        view("k", k, dtype),
+        view("v", v, dtype),
+        None if out is None else view("out", out, dtype),
+        None if lse is None else view("lse", lse),
+        None if cu_seqlens_q is None else view("cu_seqlens_q", cu_seqlens_q),
+        None if cu_seqlens_k is None else view("cu_seqlens_k", cu_seqlens_k),
+        None if seqused_k is None else view("seqused_k", seqused_k),
+        None if alibi_slopes is None else view("alibi_slopes", alibi_slopes),
+        None if sink is None else view("sink", sink),
+    ]
+    for name, x in (("out", views[3]), ("lse", views[4])):
+        array = x and x.array
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError(f"{name} is read-only: accepted is an array that can be written")
     return views
 
 
-def _pointers(views: Arrays) -> dict[str, int | None]:
-    return {name: x and x.pointer for name, x in zip(Arrays._fields, views, strict=True)}
+def _check_lengths(call: Call, views: Arrays) -> None:
+    """Waits for tables of lengths and checks what they hold."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    given = {name: getattr(views, name) for name in names}
+    tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
+    check_lengths(call.specs, call.plan.problem, tables)
 
 
-def _result(arrays: Arrays, options: Options, views: Arrays) -> Any:
+def _pointers(views: Arrays) -> list[int]:
+    """The pointers that FwdParams begins with; 0 is an absent array."""
+    return [0 if x is None else x.pointer for x in views]
+
+
+def _result(arrays: Fields, options: Options, views: Arrays) -> Any:
     """The caller's own outputs, or those that were allocated."""
-    out = views.out.array if arrays.out is None else arrays.out
+    out, lse = arrays[3:5]
+    out = views.out.array if out is None else out
     if not options.return_lse:
         return out
-    return out, views.lse.array if arrays.lse is None else arrays.lse
+    return out, views.lse.array if lse is None else lse
 
 
 def _steps(spec: Spec) -> tuple[int, ...]:

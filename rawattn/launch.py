@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan -> launches: loads cubins once a device, packs Params, launches on the current CuPy stream.
 
-Nothing here changes once it is made, so threads and streams share all of it.
+What a launch hands to the driver never changes once it is made, so threads share all of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rawattn import compile, registry
@@ -21,6 +22,8 @@ MAX_GRID = 2**31 - 1
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Shape = tuple[int, int, int]  # blocks, threads a block, bytes of dynamic shared memory a block
+Argument = ctypes.c_char_p  # where the one argument of a kernel is, its Params
+Ready = tuple[Any, Any, int, Shape]  # CUlaunchConfig, CUfunction, address of Argument
 
 
 class Template:
@@ -42,30 +45,47 @@ class Template:
                 )
             shape = (launch.grid, launch.config.threads, launch.config.smem_bytes)
             function = _function(launch.kernel, launch.config, device)
-            self._launches.append((function, shape, _params(launch, scalars)))
+            self._launches.append((function, shape, Params(launch, scalars)))
 
-    def pack(self, pointers: Mapping[str, int | None]) -> Packed:
-        """Ready to launch on these addresses, by field; None is an absent array."""
+    def pack(self, pointers: Sequence[int]) -> Packed:
+        """Ready to launch on these addresses, in the order of Params; 0 is an absent array."""
         return Packed(
-            self._device, [(f, shape, _bind(p, pointers)) for f, shape, p in self._launches]
+            self._device,
+            [(f, shape, Argument(params.bind(pointers))) for f, shape, params in self._launches],
         )
+
+
+class Params:
+    """The Params of a launch, packed but for the pointers that they begin with."""
+
+    __slots__ = ("_pointers", "_scalars")
+
+    def __init__(self, launch: Launch, scalars: Mapping[str, float]) -> None:
+        structure = registry.params_struct(registry.KERNELS[launch.kernel].params)
+        kinds = [kind for _, kind, *_ in structure._fields_]
+        count = kinds.count(ctypes.c_void_p)
+        assert set(kinds[:count]) == {ctypes.c_void_p}, f"{structure.__name__}: pointers are first"
+        values = {**scalars, **dict(launch.scalars)}
+        fields = {name for name, *_ in structure._fields_[count:]}
+        assert fields == values.keys(), f"{structure.__name__}: {fields ^ values.keys()}"
+        self._pointers = struct.Struct(f"{count}P")
+        self._scalars = bytes(structure(**values))[self._pointers.size :]
+
+    def bind(self, pointers: Sequence[int]) -> bytes:
+        """The struct as the kernel reads it."""
+        return self._pointers.pack(*pointers) + self._scalars
 
 
 class Packed:
     """Launches that need only a stream. The caller keeps the arrays alive until they have run."""
 
-    __slots__ = ("_device", "_gpu", "_launches")
+    __slots__ = ("_device", "_gpu", "_launches", "_ready")
 
-    def __init__(
-        self, device: int, launches: list[tuple[Function, Shape, ctypes.Structure]]
-    ) -> None:
+    def __init__(self, device: int, launches: list[tuple[Function, Shape, Argument]]) -> None:
         self._device = device
         self._gpu = _gpu()
-        self._launches = []
-        for function, shape, params in launches:
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-            keep = (function, params, arguments)
-            self._launches.append((function.handle, shape, ctypes.addressof(arguments), keep))
+        self._launches = launches
+        self._ready: tuple[int | None, list[Ready]] = (None, [])  # on the stream of the last call
 
     def __call__(self) -> None:
         """Launches on the current stream of the device."""
@@ -74,8 +94,11 @@ class Packed:
             with on_device(self._device):
                 return self()
         stream = current_stream(self._device).ptr
-        for function, shape, arguments, _ in self._launches:
-            config = _launch_config(*shape, stream)
+        last, ready = self._ready
+        if stream != last:
+            ready = self.on(stream)
+            self._ready = stream, ready  # at once, for other threads
+        for config, function, arguments, shape in ready:
             (status,) = launch(config, function, arguments, 0)
             if status == INVALID_CONTEXT:  # this thread has not used the device yet
                 import_cupy().cuda.runtime.setDevice(self._device)
@@ -83,6 +106,13 @@ class Packed:
             if status != 0:
                 raise RuntimeError(f"a launch of {shape} on device {self._device}: {status!r}")
         return None
+
+    def on(self, stream: int) -> list[Ready]:
+        """The launches on a stream; they are good as long as this object lives."""
+        return [
+            (_launch_config(*shape, stream), function.handle, ctypes.addressof(argument), shape)
+            for function, shape, argument in self._launches
+        ]
 
 
 class Function(NamedTuple):
@@ -172,19 +202,3 @@ def _launch_config(blocks: int, threads: int, smem_bytes: int, stream: int) -> A
     config.attrs = []
     config.numAttrs = 0
     return config
-
-
-def _params(launch: Launch, scalars: Mapping[str, float]) -> ctypes.Structure:
-    """The Params of a launch, with every field set that is no pointer."""
-    struct = registry.params_struct(registry.KERNELS[launch.kernel].params)
-    values = {**scalars, **dict(launch.scalars)}
-    fields = {name for name, kind, *_ in struct._fields_ if kind is not ctypes.c_void_p}
-    assert fields == values.keys(), f"{struct.__name__}: {fields ^ values.keys()}"
-    return struct(**values)
-
-
-def _bind(params: ctypes.Structure, pointers: Mapping[str, int | None]) -> ctypes.Structure:
-    bound = type(params).from_buffer_copy(params)
-    for name, pointer in pointers.items():
-        setattr(bound, name, pointer)
-    return bound

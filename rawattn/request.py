@@ -17,6 +17,7 @@ from rawattn.arrays import DTYPES, Spec, check_layout, dtype_name
 from rawattn.problem import Mask, Problem, Rows, Scores, check_scalar
 
 FLOATS = ("float16", "bfloat16", "float32")
+PLAIN = frozenset({type(None), bool, int, float, str, tuple})
 
 
 class Arrays(NamedTuple):
@@ -50,6 +51,8 @@ class Options(NamedTuple):
 
 def plain(options: Options) -> Options:
     """The options as words, numbers and tuples; a TypeError names one that is an array, say."""
+    if options.dtype is None and PLAIN.issuperset(map(type, options)):
+        return options  # nearly always
     if isinstance(options.window_size, list):
         options = options._replace(window_size=tuple(options.window_size))
     if options.dtype is not None:

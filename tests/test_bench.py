@@ -18,6 +18,7 @@ from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
 from rawattn.problem import Mask, Problem
+from rawattn.request import Arrays
 from tools import tune
 
 H200 = Device.named("H200")
@@ -296,8 +297,8 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
         def __init__(self, made: plan.Plan, device: int, scalars: dict[str, float]) -> None:
             seen.update(scalars, **dict(made.launches[0].scalars))
 
-        def pack(self, pointers: dict[str, int | None]) -> Callable[[], None]:
-            seen.update(pointers)
+        def pack(self, pointers: list[int]) -> Callable[[], None]:
+            seen.update(zip(Arrays._fields, pointers, strict=True))
             return lambda: seen.update(launched=True)
 
     monkeypatch.setattr(candidates, "Template", Template)
@@ -308,7 +309,7 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
     found = candidates.variant_candidate("x", plan.plan(p, H200, "fwd_sm80"), t)
     fields = {name for name, _ in registry.params_struct("FwdParams")._fields_}
     assert fields == seen.keys()
-    assert (seen["out"], seen["lse"], seen["sink"]) == (t.out.ctypes.data, lse.ctypes.data, None)
+    assert (seen["out"], seen["lse"], seen["sink"]) == (t.out.ctypes.data, lse.ctypes.data, 0)
     assert (seen["stride_k_row"], seen["stride_lse_batch"]) == (2048, 96)
     assert found.run() is t.out and seen["launched"]
 

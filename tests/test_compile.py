@@ -170,9 +170,40 @@ def test_what_the_key_depends_on(cuda: Path, monkeypatch: pytest.MonkeyPatch) ->
     paths.append(compile.cubin(KERNEL, Tiny(), "sm_80"))
     monkeypatch.setattr(compile, "FLAGS", (*compile.FLAGS, "-G"))
     paths.append(compile.cubin(KERNEL, Tiny(), "sm_80"))
+    monkeypatch.setattr(compile, "_installed_nvrtc", lambda: "99.1")
     monkeypatch.setattr(compile, "_nvrtc", lambda: (None, (99, 1)))
     paths.append(compile.cubin(KERNEL, Tiny(), "sm_80"))
     assert len(set(paths)) == len(paths)
+
+
+def test_what_is_compiled_is_found_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compile.cubin(KERNEL, Tiny(), "sm_80")
+    version = "{}.{}".format(*compile._nvrtc()[1])
+    monkeypatch.setattr(compile, "_nvrtc", None)
+    monkeypatch.setattr(compile, "_installed_nvrtc", lambda: version)
+    assert compile.cubin(KERNEL, Tiny(), "sm_80") == path
+
+
+@pytest.mark.parametrize("installed", ["99.1", None])
+def test_an_entry_is_named_after_the_nvrtc_that_built_it(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    path = compile.cubin(KERNEL, Tiny(), "sm_80")
+    monkeypatch.setattr(compile, "_installed_nvrtc", lambda: installed)
+    assert compile.cubin(KERNEL, Tiny(), "sm_80") == path
+
+
+def test_the_nvrtc_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "_wheels", lambda: [tmp_path / "none", tmp_path / "nvidia"])
+    found = []
+    for name in ("cu13/lib/libnvrtc-builtins.so.13.0", "cuda_nvrtc/lib/libnvrtc-builtins.so.12.9"):
+        found.append(compile._installed_nvrtc.__wrapped__())
+        file = tmp_path / "nvidia" / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+        file.with_name(f"libnvrtc-builtins.alt{file.name[17:]}").touch()
+    found.append(compile._installed_nvrtc.__wrapped__())
+    assert found == [None, "13.0", None]
 
 
 def test_an_error_shows_numbered_sources_and_the_log(cuda: Path) -> None:

@@ -17,6 +17,7 @@ from rawattn import arrays, forward, launch, registry
 from rawattn.arrays import View, contiguous
 from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
 from rawattn.device import Device
+from rawattn.request import Arrays
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -126,6 +127,11 @@ def test_every_optional_array(gpu: Gpu) -> None:
     assert strides(p, "lse") == [20, 5] and p.stride_alibi_batch == 4
     assert (p.softcap_log2, p.scale_log2) == (log2e(3.0), log2e(0.25))
     assert (p.top_left, p.window_right) == (1, 0)
+
+
+def test_outputs_that_are_not_given() -> None:
+    out, lse = flash_attn_func(*INPUTS, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 5, 4, 32), (2, 4, 5))
 
 
 def test_slopes_that_the_batch_shares(gpu: Gpu) -> None:
@@ -269,6 +275,21 @@ def test_a_plan_without_outputs_makes_new_ones(gpu: Gpu) -> None:
     assert first is not second and len(gpu.launches) == 2
 
 
+def test_a_prepared_call_is_checked_where_all_are(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = [0, 50]
+    checking = forward.Settings(backend=None, check=True)
+    monkeypatch.setattr(forward.Settings, "read", lambda: checking)
+    monkeypatch.setattr(forward, "to_host", lambda table: np.array(starts))
+    q, table = at(Q, 50, 4, 16), at(6 << 20, 2, dtype=np.int32)
+    plan = prepare(flash_attn_varlen_func, q, q, q, table, table, out=q)
+    starts[1] = 51
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] is 51"):
+        flash_attn_varlen_func(q, q, q, table, table, out=q, plan=plan)
+    assert gpu.launches == []
+
+
 # ---- launches ----
 
 
@@ -309,6 +330,11 @@ def test_another_device_is_current(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
 def test_kinds_of_streams(stream: Any) -> None:
     with pytest.raises(TypeError, match=r"stream=.*: accepted are CuPy streams"):
         flash_attn_func(*INPUTS, stream=stream)
+
+
+def test_params_begin_with_the_arrays_of_a_call() -> None:
+    first = FwdParams._fields_[: len(Arrays._fields)]
+    assert first == [(name, ctypes.c_void_p) for name in Arrays._fields]
 
 
 def test_params_are_filled_completely() -> None:
