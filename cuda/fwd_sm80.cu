@@ -293,11 +293,13 @@ struct FwdSm80Warp {
         if (lse != nullptr && part() == 0 && lane() % 4 == 0 && warp_row() + row < q_len) {
           lse[warp_row() + row] = row_lse;
         }
+        // Other rows of the block may have met a NaN in v: times factor 0 it would be NaN here too.
+        auto scaled = [&](float x) { return factor == 0.f ? 0.f : x * factor; };
 #pragma unroll
         for (int ot = 0; ot < kOutTiles; ++ot) {
           *reinterpret_cast<unsigned*>(
               &smem.q.data[tile_row() + row][first_col() + 8 * ot + 2 * (lane() % 4)]) =
-              Element::pack(out[mt][ot][2 * half] * factor, out[mt][ot][2 * half + 1] * factor);
+              Element::pack(scaled(out[mt][ot][2 * half]), scaled(out[mt][ot][2 * half + 1]));
         }
       }
     }
@@ -359,7 +361,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
   VCopy v_copy(v, last_key, p.stride_v_row, p.value_dim, p.copy_bytes);
   const float slope_log2 =
       C::scores && p.alibi_slopes != nullptr
-          ? p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head] * kLog2e
+          ? to_log2(p.alibi_slopes[tile.batch * p.stride_alibi_batch + tile.q_head])
           : 0.f;
 
   // One key tile, n, before which `left` more are left. With one stage, V(n) loads under the scores
@@ -459,7 +461,7 @@ __device__ __forceinline__ void fwd_sm80(const FwdParams& p) {
   float* lse = p.lse == nullptr ? nullptr
                                 : p.lse + q_head * p.stride_lse_head +
                                       sequence_offset(p.cu_seqlens_q, batch, p.stride_lse_batch, 1);
-  warp.finish(smem, lse, q_len, p.sink != nullptr ? p.sink[q_head] * kLog2e : kEmptyMax);
+  warp.finish(smem, lse, q_len, p.sink != nullptr ? to_log2(p.sink[q_head]) : kEmptyMax);
   __syncwarp();
   auto* out = static_cast<unsigned short*>(p.out) + q_head * p.stride_out_head +
               sequence_offset(p.cu_seqlens_q, batch, p.stride_out_batch, p.stride_out_row);

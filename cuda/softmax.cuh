@@ -15,6 +15,9 @@ constexpr float kEmptyMax = __builtin_bit_cast(float, 0xff800000u);  // -inf
 
 __device__ __forceinline__ float finite_max(float max) { return max == kEmptyMax ? 0.f : max; }
 
+// A finite number of natural units stays finite in log2 units.
+__device__ __forceinline__ float to_log2(float x) { return fminf(x * kLog2e, kLargest); }
+
 // Reductions over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));

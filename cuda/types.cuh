@@ -30,6 +30,7 @@ struct alignas(2) fp16 {
 };
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLargest = 3.402823466e38f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
