@@ -8,11 +8,15 @@ facts are printed here, for people or as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from rawattn import __version__
 from rawattn.cli.text import render
 from rawattn.problem import Unsupported
 
@@ -21,15 +25,47 @@ exit codes: 0 done; 1 something failed, or a GPU or compiler is needed that is n
 2 the arguments are not accepted, or no backend takes the problem"""
 
 
+class UsageError(Exception):
+    """A command line that is not accepted."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One that raises `UsageError` where argparse would exit."""
+
+    def error(self, message: str) -> NoReturn:
+        _say(self.format_usage().rstrip())
+        raise UsageError(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. Facts go to stdout, errors and progress to stderr."""
-    args = parser().parse_args(argv)
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            print(end="", flush=True)  # here, where it can still be said that it fails
+    except OSError as error:
+        # A reader that has gone needs no word. What is still held back goes nowhere.
+        if not isinstance(error, BrokenPipeError):
+            _say(f"rawattn: cannot write the output: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        args = parser().parse_args(argv)
+    except UsageError as error:
+        facts = _explain("rawattn", error)
+        if "--json" in argv:
+            print(json.dumps(facts, indent=2))
+        return 2
     try:
         facts, code = importlib.import_module(f"rawattn.cli.{args.command}").run(args)
     except (Unsupported, ValueError, TypeError) as error:
-        facts, code = _explain(args.command, error), 2
+        facts, code = _explain(f"rawattn {args.command}", error), 2
     except (RuntimeError, OSError) as error:
-        facts, code = _explain(args.command, error), 1
+        facts, code = _explain(f"rawattn {args.command}", error), 1
     if args.json:
         print(json.dumps(facts, indent=2))
     elif "error" not in facts:
@@ -37,43 +73,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _explain(command: str, error: Exception) -> dict[str, str]:
-    print(f"rawattn {command}: {error}", file=sys.stderr)
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _explain(what: str, error: Exception) -> dict[str, str]:
+    _say(f"{what}: {error}")
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line. Builds nothing that needs NumPy, so that `info` runs without it."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    whole = argparse.ArgumentParser(
+    whole = Parser(
         prog="python -m rawattn",
         description="What would run, what is here, and whether it works.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    whole.add_argument("--version", action="version", version=f"rawattn {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add(name: str, text: str, *parents: Parser) -> Parser:
         return commands.add_parser(name, help=text, description=text, parents=[common, *parents])
 
     add("info", "GPU, compiler, cache and backends of this machine")
     one = add("plan", "which backend and which tiles a problem gets, and why", problem_flags())
     one.add_argument("--backend", help="take this one, or say why not")
     add("roofline", "work of a problem, and the least time it takes on a device", problem_flags())
-    fill = add("compile", "fill the kernel cache ahead of time", problem_flags())
-    fill.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")
+    fill = add("compile", "fill the kernel cache ahead of time", problem_flags(arch=True))
     fill.add_argument("--all", action="store_true", help="all kernels, not those of one problem")
-    fill.add_argument("--jobs", type=count, help="processes (default: one a core)")
-    kernels = add("cache", "compiled kernels on this machine")
+    fill.add_argument("--jobs", type=positive, help="processes (default: one a core)")
+    kernels = add("cache", "compiled kernels on this machine; not the objects of the emulator")
     kernels.add_argument("action", choices=("list", "size", "clear"), nargs="?", default="list")
     add("selftest", "a few problems through the public functions, held to float64")
     return whole
 
 
-def problem_flags() -> argparse.ArgumentParser:
-    """The flags that `rawattn.cli.flags` reads: a problem and a device."""
-    flags = argparse.ArgumentParser(add_help=False)
+def problem_flags(*, arch: bool = False) -> Parser:
+    """The flags that `rawattn.cli.flags` reads: a problem and a device, or an `arch` for it."""
+    flags = Parser(add_help=False)
     sizes = flags.add_argument_group("problem")
     for name, default in (("batch", 1), ("q-len", 4096), ("heads", 16), ("head-dim", 128)):
         sizes.add_argument(f"--{name}", type=count, default=default, help=f"default {default}")
@@ -90,18 +131,25 @@ def problem_flags() -> argparse.ArgumentParser:
     sizes.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
     sizes.add_argument("--sink", action="store_true", help="with a sink for each head")
     sizes.add_argument("--varlen", action="store_true", help="packed sequences; lengths are bounds")
-    flags.add_argument(
+    target = flags.add_mutually_exclusive_group()
+    target.add_argument(
         "--device", default="current", help="current (default), host, or a GPU as H200"
     )
+    if arch:
+        target.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")
     return flags
 
 
-def count(text: str) -> int:
+def count(text: str, least: int = 0) -> int:
     """A number from 0."""
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are integers from {least}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A number from 1."""
+    return count(text, 1)
 
 
 if __name__ == "__main__":

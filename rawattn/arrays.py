@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.ma import MaskedArray
 
 from rawattn.device import import_cupy
 
@@ -23,6 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
 }
+FLOATS = ("float16", "bfloat16", "float32")  # of q, k, v and out
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
@@ -41,6 +44,21 @@ class Spec(NamedTuple):
         """In elements."""
         size = DTYPES[self.dtype].itemsize
         return tuple(stride // size for stride in self.byte_strides)
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0
+        reach = zip(self.shape, self.byte_strides, strict=True)
+        return DTYPES[self.dtype].itemsize + sum((n - 1) * stride for n, stride in reach)
+
+    def __str__(self) -> str:
+        where = "NumPy" if self.device is None else f"CUDA device {self.device}"
+        return (
+            f"{self.dtype} of shape {self.shape}, strides {self.byte_strides} bytes, "
+            f"address {self.offset} modulo 16, {where}"
+        )
 
 
 SpecKey = tuple[tuple[int, ...], tuple[int, ...], str, "int | None", int]  # the fields of a Spec
@@ -74,8 +92,10 @@ def view(name: str, x: Any, dtype: str | None = None) -> View:
     if dtype is not None:
         array = _reinterpret(name, array, dtype)
     found = array.dtype
-    kind = _NAMES.get(found) or found.name
+    kind = _NAMES.get(found) or _other_dtype(name, found)
     if isinstance(array, np.ndarray):
+        if isinstance(array, MaskedArray):
+            raise TypeError(f"{name} is a masked array: accepted are arrays without a mask")
         address, device = array.ctypes.data, None
     else:
         memory = array.data
@@ -106,11 +126,20 @@ def to_host(x: View) -> np.ndarray[Any, Any]:
 
 
 def dtype_name(name: str, dtype: Any) -> str:
-    """The name in DTYPES of whatever NumPy takes for a dtype."""
+    """The name, one of FLOATS, of whatever NumPy takes for a dtype."""
     try:
-        return _NAMES[np.dtype(dtype)]
-    except (TypeError, KeyError):
-        raise TypeError(f"{name}={dtype!r}: accepted are {', '.join(DTYPES)}") from None
+        found = _NAMES.get(np.dtype(dtype))
+    except (TypeError, ValueError):
+        found = None
+    if found not in FLOATS:
+        raise TypeError(f"{name}={dtype!r}: accepted are {', '.join(FLOATS)}")
+    return found
+
+
+def share_memory(a: View, b: View) -> bool:
+    """Whether an element of one array lies in another's; True where that is hard to find out."""
+    effort: Any = 1 << 12  # the stubs of NumPy know only its two constants
+    return np.may_share_memory(_places(a), _places(b), max_work=effort)
 
 
 def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
@@ -139,6 +168,30 @@ def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
             end += stride * (n - 1)
 
 
+def _places(x: View) -> np.ndarray[Any, Any]:
+    """An array with the addresses of another, which may be a GPU's: not to be read."""
+    array = x.array
+    interface = {
+        "version": 3,
+        "data": (x.pointer, True),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+    }
+    return np.asarray(types.SimpleNamespace(__array_interface__=interface))
+
+
+def _other_dtype(name: str, dtype: np.dtype[Any]) -> str:
+    """What NumPy calls a dtype that is none of DTYPES, to be refused where it is used."""
+    _check_native(name, dtype)
+    return dtype.name
+
+
+def _check_native(name: str, dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:
+        raise TypeError(f"{name} has dtype {dtype.str}: accepted is this machine's byte order")
+
+
 def _exchanged(name: str, x: Any) -> Any:
     """A CuPy or NumPy array of what is neither, in the same memory."""
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
@@ -153,6 +206,7 @@ def _exchanged(name: str, x: Any) -> Any:
 
 def _reinterpret(name: str, array: Any, dtype: str) -> Any:
     wanted = DTYPES[dtype]
+    _check_native(name, array.dtype)
     if array.dtype == wanted:
         return array
     if array.dtype.kind in "uV" and array.dtype.itemsize == wanted.itemsize:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,19 +65,38 @@ class Cache:
         """All entries, by key; without those that a build has not finished."""
         paths = sorted(self.folder.glob("[!.]*")) if self.folder.is_dir() else []
         for path in paths:
-            size = sum(file.stat().st_size for file in path.glob("*"))
+            size = sum(file.lstat().st_size for file in path.glob("*"))
             yield Entry(key=path.name, path=path, size=size, intact=is_intact(path))
 
     def size(self) -> int:
         """Bytes of all entries."""
         return sum(entry.size for entry in self.entries())
 
-    def clear(self) -> int:
-        """Removes all entries, and what interrupted builds left; returns how many entries."""
-        count = len(list(self.entries()))
+    def clear(self, keep: Collection[str] = ()) -> int:
+        """Removes all entries but those of the keys to `keep`, and what interrupted builds left.
+
+        Of an entry that is a link, the link goes. Returns how many entries there were.
+        """
+        count = 0
         for path in self.folder.glob("*"):
-            path.unlink() if path.is_file() else shutil.rmtree(path)
+            if path.name in keep:
+                continue
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+            count += not path.name.startswith(".")
         return count
+
+    def unwritable(self) -> str | None:
+        """Why nothing can be kept in the folder, or where it would be made; None: something can."""
+        places = (self.folder, *self.folder.parents)
+        try:
+            # Root may do what permissions deny, and still not write to /proc: only a try tells.
+            tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
 
     def _folders(self) -> list[Path]:
         return [self.folder] + ([self._fallback] if self._fallback else [])
@@ -125,7 +144,7 @@ def _install(folder: Path, key: str, files: Mapping[str, bytes]) -> Path:
         try:
             scratch.rename(path)
         except OSError:
-            if not path.exists():
+            if not os.path.lexists(path):
                 raise
             if not is_intact(path):
                 _repair(path, scratch)
@@ -136,7 +155,7 @@ def _install(folder: Path, key: str, files: Mapping[str, bytes]) -> Path:
 
 def _repair(path: Path, scratch: Path) -> None:
     """Replaces the files of a corrupt entry one by one, so that it never vanishes for a reader."""
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         path.mkdir(exist_ok=True)
@@ -148,7 +167,10 @@ def _repair(path: Path, scratch: Path) -> None:
 def default() -> Cache:
     """The cache in ``RAWATTN_CACHE_DIR``, by default in the user's cache folder; read once."""
     folder = os.environ.get("RAWATTN_CACHE_DIR")
-    if folder:
-        return Cache(Path(folder).expanduser())
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        if folder:
+            return Cache(Path(folder).expanduser())
+        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise RuntimeError(f"no cache folder: {error} RAWATTN_CACHE_DIR names one.") from None
     return Cache(Path(user) / "rawattn")

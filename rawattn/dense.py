@@ -42,7 +42,8 @@ def flash_attn_func(
     v : array, shape `(batch, k_len, kv_heads, value_dim)`
         Values.
     softmax_scale : float, optional
-        Factor of ``q @ k.T``; ``1 / sqrt(head_dim)`` by default.
+        Factor of ``q @ k.T``; ``1 / sqrt(head_dim)`` by default. 0, or of a size from 1e-18 to
+        1e18; negative numbers are fine.
     causal : bool or {"bottom_right", "top_left"}
         Whether a row sees no key after its diagonal, which for row ``i`` lies at key
         ``i + k_len - q_len`` (True and "bottom_right"), or at key ``i`` ("top_left", which aligns
@@ -51,7 +52,8 @@ def flash_attn_func(
         How many keys before and after its diagonal a row sees, besides the one on it; -1 is
         unbounded.
     softcap : float
-        ``c > 0`` turns a score ``s`` into ``c * tanh(s / c)`` [5]_. 0 is none.
+        ``c > 0``, from 1e-18 to 1e18, turns a score ``s`` into ``c * tanh(s / c)`` [5]_. 0 is
+        none.
     alibi_slopes : array, shape `(q_heads,)` or `(batch, q_heads)`, float32, optional
         ``slope * |i + k_len - q_len - j|`` is subtracted from the score of row ``i`` and key ``j``
         [3]_.
@@ -60,7 +62,7 @@ def flash_attn_func(
     return_lse : bool
         Whether to return `lse` too.
     out : array, shape `(batch, q_len, q_heads, value_dim)`, optional
-        Where to write, in the dtype of `q`. It shares no memory with an input.
+        Where to write, in the dtype of `q`. It shares no memory with an input or with `lse`.
     lse : array, shape `(batch, q_heads, q_len)`, float32, optional
         Where to write the log-sum-exp of every row.
     dtype : str or dtype, optional
@@ -70,8 +72,8 @@ def flash_attn_func(
         Where to queue the work: a CuPy stream, an object with ``__cuda_stream__``, or the handle of
         a stream as an integer. By default the current CuPy stream. Returns before the work is done.
     backend : str, optional
-        Takes this backend, or fails with its reason. By default ``RAWATTN_BACKEND``, else the first
-        that can.
+        Takes this backend, or fails with its reason. By default ``RAWATTN_BACKEND``, which a
+        process reads once, at its first call; else the first that can.
     plan : Prepared, optional
         From `prepare`; the call must be the one that was prepared.
 
@@ -89,7 +91,8 @@ def flash_attn_func(
     TypeError
         A kind of object or a dtype that is not accepted, or NumPy and GPU arrays in one call.
     ValueError
-        Shapes, strides, devices or numbers that are not accepted.
+        Shapes, strides, devices or values that are not accepted, or an output that shares memory
+        with another array.
     Unsupported
         No backend takes the problem; the message has the reasons of all.
     CompileError, RuntimeError
@@ -100,8 +103,14 @@ def flash_attn_func(
     A row that sees no key gets out 0 and lse -inf (the sink, where there is one): with
     ``k_len == 0`` that is all of them. Where `out` has no element nothing is launched. Scores and
     sums are float32 [1]_ [2]_; the weights are rounded to the dtype of `v` before they meet it.
-    Equal inputs give equal bits. ``RAWATTN_CHECK=1`` checks lengths that live on the GPU, at the
-    price of waiting for it.
+    Equal inputs give equal bits. Scores beyond about 1e8 in magnitude lose precision: float32 has
+    steps of 8 there.
+
+    Memory outside of the sequences is never read and may hold NaN. Values inside a sequence are
+    finite: a NaN or an infinity in `v` may also reach rows that do not see its key, as ``0 * NaN``.
+
+    ``RAWATTN_CHECK=1`` checks lengths that live on the GPU, at the price of waiting for it. A
+    process reads it once, at its first call.
 
     Work that DLPack producers and ``__cuda_array_interface__`` streams have queued on the inputs is
     waited for on `stream`. Whoever uses `out` on another stream waits for this one.
@@ -186,13 +195,15 @@ def flash_attn_varlen_func(
     Returns
     -------
     out : array, shape `(total_q, q_heads, value_dim)`
+        New arrays hold anything in rows outside of ``[cu_seqlens_q[0], cu_seqlens_q[-1])``.
     lse : array, shape `(q_heads, total_q)`
-        Only with `return_lse`.
+        Only with `return_lse`. The same holds.
 
     Notes
     -----
-    Tables of int64 are refused, never misread. Values of tables are not looked at on the host: with
-    ``RAWATTN_CHECK=1`` they are, and a ValueError names the index at fault.
+    Tables of int64 are refused, never misread. Values of NumPy tables are checked, and a ValueError
+    names the index at fault; those of tables on the GPU are not looked at, unless
+    ``RAWATTN_CHECK=1`` was set at the first call of the process.
 
     Examples
     --------
@@ -241,6 +252,11 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
         Pass it as ``plan=`` with the same arguments. Arrays may be others with the same shapes,
         strides, dtypes and device; anything else that differs is a ValueError.
 
+    Raises
+    ------
+    TypeError
+        Another function, or an argument `plan`. Else the errors are those of the function.
+
     Examples
     --------
     >>> import numpy as np
@@ -251,6 +267,12 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
     >>> rawattn.flash_attn_func(q, k, v, causal=True, out=out, plan=plan) is out
     True
     """
+    if function not in (flash_attn_func, flash_attn_varlen_func):
+        raise TypeError(
+            f"function={function!r}: accepted are flash_attn_func and flash_attn_varlen_func"
+        )
+    if "plan" in kwargs:
+        raise TypeError(f"plan={kwargs['plan']!r}: accepted is a call without plan=")
     prepared = function(*args, **kwargs, plan=Preparer())
     assert isinstance(prepared, Prepared)
     return prepared

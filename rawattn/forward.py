@@ -24,9 +24,12 @@ from rawattn.plan import Plan, plan
 from rawattn.problem import Problem, check_scalar
 from rawattn.request import (
     Arrays,
+    Neighbours,
     Options,
+    check_apart,
     check_lengths,
     check_same,
+    neighbours,
     plain,
     problem_of,
     result_shapes,
@@ -39,7 +42,7 @@ Fields = tuple[Any, ...]  # of Arrays or Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the environment says; it is read once."""
+    """What the environment says. A process reads it once, at its first call."""
 
     backend: str | None  # RAWATTN_BACKEND
     check: bool  # RAWATTN_CHECK
@@ -63,6 +66,8 @@ class Call:
     scale: float
     softcap: float
     template: launch.Template | None  # None: arrays of NumPy
+    tables: bool  # whether each call checks what tables of lengths hold
+    neighbours: tuple[Neighbours, ...]  # what each call checks to be apart
 
     def run(self, views: Arrays) -> None:
         """Fills out and lse."""
@@ -86,10 +91,10 @@ class Call:
 class Prepared:
     """A call made ready: what `prepare` returns and ``plan=`` takes.
 
-    It keeps the arrays alive that it was prepared with. On the very same objects a call costs
-    little more than its launch, and what another library has queued on them is not waited for; on
-    other arrays with the same shapes, strides, dtypes and device it costs what it costs without a
-    plan.
+    It keeps the arrays alive that it was prepared with, and takes options that equal its own. On
+    the very same objects a call costs little more than its launch, and what another library has
+    queued on them is not waited for; on other arrays with the same shapes, strides, dtypes and
+    device it costs what it costs without a plan.
     """
 
     def __init__(self, arrays: Fields, options: Fields) -> None:
@@ -97,7 +102,7 @@ class Prepared:
         self._call, self._views = _bind(arrays, Options(*options))
         self._result = _result(arrays, Options(*options), self._views)
         self._packed: Callable[[], None] | None = None
-        if not self._call.new and not Settings.read().check:  # nothing is left but the launch
+        if not self._call.new and not self._call.tables:  # nothing is left but the launch
             call, views = self._call, self._views
             pack = call.template and call.template.pack(_pointers(views))
             self._packed = pack or functools.partial(call.run, views)
@@ -134,7 +139,9 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
     """
     if stream is not None:
         if isinstance(arrays[0], np.ndarray):
-            raise ValueError(f"stream={stream!r}: with NumPy arrays accepted is None")
+            known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
+            error = ValueError if known else TypeError
+            raise error(f"stream={stream!r}: with NumPy arrays accepted is None")
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
     if isinstance(plan, Prepared):
@@ -172,13 +179,23 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     )
     new = [(n, spec) for n, spec in enumerate(specs) if spec is not None and keys[n] is None]
     target = Device.host() if device is None else Device.current(device)
-    chosen = plan(problem, target, options.backend or Settings.read().backend)
+    settings = Settings.read()
+    backend = settings.backend if options.backend is None else options.backend
+    chosen = plan(problem, target, backend)
     softcap = float(options.softcap)
     template = None
     if device is not None:
         template = launch.Template(chosen, device, _scalars(specs, problem, scale, softcap))
+    lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
     return Call(
-        plan=chosen, specs=specs, new=tuple(new), scale=scale, softcap=softcap, template=template
+        plan=chosen,
+        specs=specs,
+        new=tuple(new),
+        scale=scale,
+        softcap=softcap,
+        template=template,
+        tables=any(lengths) and (device is None or settings.check),
+        neighbours=neighbours(given),
     )
 
 
@@ -187,7 +204,9 @@ def _bind(arrays: Fields, options: Options) -> tuple[Call, Arrays]:
     options = plain(options)
     views = _views(arrays, options.dtype)
     call = resolve(tuple([x and x.key for x in views]), options)
-    if Settings.read().check:
+    if call.neighbours:
+        check_apart(views, call.neighbours)
+    if call.tables:
         _check_lengths(call, Arrays(*views))
     for place, spec in call.new:
         views[place] = empty(spec)
@@ -217,7 +236,7 @@ def _views(arrays: Fields, dtype: str | None) -> list[View | None]:
 
 
 def _check_lengths(call: Call, views: Arrays) -> None:
-    """Waits for tables of lengths and checks what they hold."""
+    """Checks what tables of lengths hold; waits for a GPU that holds them."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     given = {name: getattr(views, name) for name in names}
     tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}

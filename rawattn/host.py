@@ -100,7 +100,7 @@ def _finite(row_max: Array) -> Array:
 
 def _attend(strip: Strip) -> None:
     """Write out and lse of a strip."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):  # whatever the caller has set
         _finish(strip, *_walk(strip))
 
 
@@ -134,6 +134,7 @@ def _finish(strip: Strip, row_max: Array, total: Array, out: Array) -> None:
     sink, top = strip.sink[:, None, :], _finite(row_max)
     denominator = np.where(total == 0, np.float32(1), total + np.exp(sink - top))
     out = out.reshape(kv_heads, rows, group, -1) / denominator[..., None]
+    np.copyto(out, 0, where=(total == 0)[..., None])  # no key; but 0 * NaN from V is NaN
     strip.out[...] = out.swapaxes(0, 1)
     strip.lse[...] = np.logaddexp(top + np.log(total), sink).swapaxes(0, 1)
 
@@ -179,8 +180,12 @@ def _attend_all(strips: list[Strip]) -> None:
             _attend(strip)
         return
     with ThreadPoolExecutor(min(len(strips), os.cpu_count() or 1)) as pool:
-        # The last strips see most keys under a causal mask, so they go first.
-        for _ in pool.map(_attend, reversed(strips)):
+        try:
+            # The last strips see most keys under a causal mask, so they go first.
+            done = pool.map(_attend, reversed(strips))
+        except RuntimeError:  # no thread starts any more, as when the interpreter shuts down
+            done = map(_attend, strips)
+        for _ in done:
             pass
 
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from rawattn import compile, registry
 from rawattn.device import INSTALL_GPU, Device, import_cupy
-from rawattn.plan import Launch, Plan
+from rawattn.plan import MAX_GRID, Launch, Plan
 from rawattn.registry import Config
 
-MAX_GRID = 2**31 - 1
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Shape = tuple[int, int, int]  # blocks, threads a block, bytes of dynamic shared memory a block
@@ -38,11 +37,7 @@ class Template:
         self._device = device
         self._launches = []
         for launch in plan.launches:
-            if not 0 < launch.grid <= MAX_GRID:
-                raise ValueError(
-                    f"{launch.kernel} would have a grid of {launch.grid} blocks: accepted are up "
-                    f"to {MAX_GRID}; a smaller max_seqlen_q= may help"
-                )
+            assert 0 < launch.grid <= MAX_GRID, launch  # a plan has no other
             shape = (launch.grid, launch.config.threads, launch.config.smem_bytes)
             function = _function(launch.kernel, launch.config, device)
             self._launches.append((function, shape, Params(launch, scalars)))

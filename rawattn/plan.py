@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rawattn.device import Device
-from rawattn.problem import Problem, Unsupported
+from rawattn.problem import MAX_LENGTH, Problem, Unsupported
 from rawattn.registry import KERNELS, Config, FwdSm80
 
 ELEMENTS = {"float16": "fp16", "bfloat16": "bf16"}
+MAX_GRID = 2**31 - 1  # blocks that CUDA launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,14 @@ def _refuse_fwd_sm80(p: Problem, device: Device) -> str | None:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
     if _fwd_sm80_tile(p) is None:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
+    if max(p.max_q, p.max_k) > MAX_LENGTH:
+        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
+    (launch,) = _plan_fwd_sm80(p, device)
+    if launch.grid > MAX_GRID:
+        return (
+            f"a grid of {launch.grid} blocks: takes up to {MAX_GRID}; a smaller batch or "
+            "max_seqlen_q= may help"
+        )
     return None
 
 

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_LENGTH = 2**30  # of a sequence: kernels add a row, a window and a shift in 32 bits
+SMALLEST, LARGEST = 1e-18, 1e18  # softmax scale and softcap: their ratio too is a float32
 
 
 class Unsupported(NotImplementedError):
@@ -37,18 +41,10 @@ class Mask:
     @classmethod
     def of(cls, causal: bool | str = False, window_size: tuple[int, int] = (-1, -1)) -> Mask:
         """The mask that the public arguments name: `causal` caps the right side of the window at
-        the diagonal.
+        the diagonal. TypeError for other kinds of arguments, ValueError for other values.
         """
-        if not (isinstance(causal, bool) or causal in ("bottom_right", "top_left")):
-            raise ValueError(
-                f"causal={causal!r}: accepted are False, True, 'bottom_right' and 'top_left'"
-            )
-        try:
-            left, right = (int(w) for w in window_size)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"window_size={window_size!r}: accepted is a pair of integers (left, right)"
-            ) from None
+        causal = check_causal(causal)
+        left, right = check_window(window_size)
         if left < -1 or right < -1:
             raise ValueError(
                 f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0"
@@ -118,22 +114,66 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share a key/value head."""
-        return self.q_heads // self.kv_heads
+        return self.q_heads // max(1, self.kv_heads)
 
     @property
     def empty(self) -> bool:
         """Whether there is no output row to write, so that nothing is launched."""
         return 0 in (self.batch, self.max_q, self.q_heads, self.value_dim)
 
+    def __str__(self) -> str:
+        scores = [name for name in Scores.__slots__ if getattr(self.scores, name)]
+        window = f"window ({self.mask.left}, {self.mask.right})"
+        return (
+            f"{self.dtype}, batch {self.batch}, heads {self.q_heads} over {self.kv_heads}, "
+            f"head dims {self.head_dim} and {self.value_dim}, up to {self.max_q} rows and "
+            f"{self.max_k} keys, {'no mask' if self.mask.trivial else window}"
+            + "".join(f", {name}" for name in scores)
+        )
 
-def check_scalar(name: str, value: float, *, positive: bool = False) -> float:
-    """A finite float, or a ValueError that names the argument."""
+
+# ---- arguments ----
+
+
+def check_causal(causal: Any) -> bool | str:
+    """The argument, if it is one of the four that are accepted."""
+    accepted = "accepted are False, True, 'bottom_right' and 'top_left'"
+    if not isinstance(causal, (bool, str)):
+        raise TypeError(f"causal={causal!r}: {accepted}")
+    if isinstance(causal, str) and causal not in ("bottom_right", "top_left"):
+        raise ValueError(f"causal={causal!r}: {accepted}")
+    return causal
+
+
+def check_window(window_size: Any) -> tuple[int, int]:
+    """A pair of integers; TypeError for what is none, ValueError for another number of them."""
+    refusal = f"window_size={window_size!r}: accepted is a pair of integers (left, right)"
+    if not isinstance(window_size, (tuple, list)) or any(isinstance(w, bool) for w in window_size):
+        raise TypeError(refusal)
+    try:
+        window = tuple(operator.index(w) for w in window_size)
+    except TypeError:
+        raise TypeError(refusal) from None
+    if len(window) != 2:
+        raise ValueError(refusal)
+    return window
+
+
+def check_scalar(name: str, value: Any, *, positive: bool = False) -> float:
+    """A number that float32 holds, also times log2(e), and over or under another such number.
+
+    TypeError for what is no number, ValueError for others; both name the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r}: accepted is a number, found {type(value).__qualname__}")
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r}: accepted is a number") from None
-    if not math.isfinite(number) or (positive and number < 0):
+    except OverflowError:
+        number = math.inf
+    size = number if positive else abs(number)
+    if number and not SMALLEST <= size <= LARGEST:
+        signs = "" if positive else "of either sign "
         raise ValueError(
-            f"{name}={number}: accepted are finite numbers{' from 0' if positive else ''}"
+            f"{name}={number}: accepted are 0 and numbers {signs}from {SMALLEST} to {LARGEST}"
         )
     return number

@@ -325,9 +325,12 @@ def merge_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Array, Array]:
     outs = np.where(has_keys[..., None], outs, 0.0)
     largest = lses.max(axis=0, initial=-math.inf)
     top = np.where(np.isneginf(largest), 0.0, largest)
-    with np.errstate(divide="ignore"):
-        lse = top + np.log(np.exp(lses - top).sum(axis=0))
-    shares = np.exp(lses - np.where(np.isneginf(lse), 0.0, lse))
+    with np.errstate(divide="ignore", over="ignore"):
+        weights = np.exp(lses - top)
+        total = weights.sum(axis=0)
+        lse = top + np.log(total)
+    # By their own sum: a large lse absorbs its logarithm.
+    shares = weights / np.where(total == 0, 1.0, total)
     out = (outs * shares[..., None]).sum(axis=0)
     # Added to 0 a lone -0 would lose its sign, so lone sets are picked, not summed.
     lone = has_keys.sum(axis=0) == 1

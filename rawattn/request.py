@@ -2,7 +2,7 @@
 """The arguments of a forward call: what is accepted, and the Problem that they state.
 
 It reads specs and options, never addresses, and needs no GPU and no CuPy; `check_lengths` alone
-looks at what arrays hold.
+looks at what arrays hold, and `check_apart` at where they are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.arrays import DTYPES, Spec, check_layout, dtype_name
-from rawattn.problem import Mask, Problem, Rows, Scores, check_scalar
-
-FLOATS = ("float16", "bfloat16", "float32")
-PLAIN = frozenset({type(None), bool, int, float, str, tuple})
+from rawattn.arrays import DTYPES, FLOATS, Spec, check_layout, dtype_name, share_memory
+from rawattn.problem import (
+    Mask,
+    Problem,
+    Rows,
+    Scores,
+    check_causal,
+    check_scalar,
+    check_window,
+)
 
 
 class Arrays(NamedTuple):
@@ -49,20 +54,62 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
 
 
+ABSENT = type(None)
+PLAIN = frozenset(  # the types of options that are plain, as nearly all are
+    itertools.product(
+        (ABSENT, float, int),  # softmax_scale
+        (bool, str),  # causal
+        (tuple,),  # window_size
+        (float, int),  # softcap
+        (bool,),  # return_lse
+        (ABSENT,),  # dtype
+        (ABSENT, str),  # backend
+        (ABSENT, int),  # max_seqlen_q
+        (ABSENT, int),  # max_seqlen_k
+    )
+)
+INTEGERS = frozenset({int})
+
+
 def plain(options: Options) -> Options:
-    """The options as words, numbers and tuples; a TypeError names one that is an array, say."""
-    if options.dtype is None and PLAIN.issuperset(map(type, options)):
-        return options  # nearly always
-    if isinstance(options.window_size, list):
-        options = options._replace(window_size=tuple(options.window_size))
-    if options.dtype is not None:
-        options = options._replace(dtype=dtype_name("dtype", options.dtype))
-    for name, value in zip(Options._fields, options, strict=True):
-        if value is not None and not isinstance(value, (int, float, str, tuple, np.generic)):
-            raise TypeError(
-                f"{name}={value!r}: accepted are plain values, found {type(value).__qualname__}"
-            )
-    return options
+    """The options in one type each, so that equal ones are accepted or refused alike.
+
+    TypeError for other kinds of values; ValueError for numbers that are not accepted.
+    """
+    if (*map(type, options),) in PLAIN and INTEGERS.issuperset(map(type, options.window_size)):
+        return options
+    scale, dtype, backend = options.softmax_scale, options.dtype, options.backend
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
+    return Options(
+        softmax_scale=None if scale is None else check_scalar("softmax_scale", scale),
+        causal=check_causal(_python_bool(options.causal)),
+        window_size=check_window(options.window_size),
+        softcap=check_scalar("softcap", options.softcap, positive=True),
+        return_lse=_flag("return_lse", options.return_lse),
+        dtype=None if dtype is None else dtype_name("dtype", dtype),
+        backend=backend,
+        max_seqlen_q=_count("max_seqlen_q", options.max_seqlen_q),
+        max_seqlen_k=_count("max_seqlen_k", options.max_seqlen_k),
+    )
+
+
+def _python_bool(value: Any) -> Any:
+    """A bool of NumPy as Python's; anything else as it is."""
+    return bool(value) if isinstance(value, np.bool_) else value
+
+
+def _flag(name: str, value: Any) -> bool:
+    value = _python_bool(value)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: accepted are False and True")
+    return value
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
+        return None if value is None else int(value)
+    raise TypeError(f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}")
 
 
 def problem_of(specs: Arrays, options: Options) -> Problem:
@@ -78,7 +125,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
     max_k, k_rows = _keys(specs, options, batch)
     q_heads, head_dim = q.shape[-2:]
     kv_heads, value_dim = v.shape[-2:]
-    if kv_heads == 0 or q_heads % kv_heads:
+    if q_heads % kv_heads if kv_heads else q_heads:
         raise ValueError(
             f"q has {q_heads} heads, k and v have {kv_heads}: accepted are multiples of the latter"
         )
@@ -176,13 +223,9 @@ def _bound(name: str, value: int | None, rows: int) -> int:
     """A longest length: what the caller says, or as many rows as there are."""
     if value is None:
         return rows
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}"
-        )
     if value < 0:
         raise ValueError(f"{name}={value}: accepted are integers from 0")
-    return min(int(value), rows)
+    return min(value, rows)
 
 
 def _check_one_device(specs: Arrays) -> None:
@@ -222,10 +265,50 @@ def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) 
     names = Arrays._fields + Options._fields
     for name, here, there in zip(names, sum(found, ()), sum(prepared, ()), strict=True):
         if here != there:
-            raise ValueError(f"{name}: the plan was prepared for {there!r}, found {here!r}")
+            raise ValueError(
+                f"{name}: the plan was prepared for {_words(there)}, found {_words(here)}"
+            )
 
 
-# ---- RAWATTN_CHECK ----
+def _words(x: Any) -> str:
+    return str(x) if isinstance(x, Spec) else repr(x)
+
+
+# ---- what each call has anew: places in memory, and what tables hold ----
+
+
+class Neighbours(NamedTuple):
+    """An output that was given, and the arrays that it may not share memory with."""
+
+    output: int  # place in Arrays
+    before: int  # minus its bytes
+    others: tuple[tuple[int, int], ...]  # place in Arrays, bytes
+
+
+def neighbours(given: Arrays) -> tuple[Neighbours, ...]:
+    """For `check_apart`. Outputs that are not given are new, and apart from everything."""
+    extents = {place: spec.extent for place, spec in enumerate(given) if spec is not None}
+    found = []
+    for name in ("out", "lse"):
+        place = Arrays._fields.index(name)
+        size = extents.pop(place, None)  # and so lse is not compared with out once more
+        if size is not None:
+            found.append(Neighbours(place, -size, tuple(extents.items())))
+    return tuple(found)
+
+
+def check_apart(views: Sequence[Any], outputs: tuple[Neighbours, ...]) -> None:
+    """ValueError where an output shares memory with another array of the call."""
+    for output, before, others in outputs:
+        start = views[output].pointer
+        for other, size in others:
+            if before < start - views[other].pointer < size and share_memory(
+                views[output], views[other]
+            ):
+                names = Arrays._fields[output], Arrays._fields[other]
+                raise ValueError(
+                    f"{names[0]} shares memory with {names[1]}: accepted is an output of its own"
+                )
 
 
 def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence[int]]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rawattn.arrays import DTYPES
-from rawattn.device import Device
+from rawattn.device import DEVICES, Device
 from rawattn.problem import Mask, Problem
 
 TENSOR_CORE_DTYPES = ("float16", "bfloat16")
@@ -133,7 +133,9 @@ def limit(
     ValueError where the peaks of the device are not known, or not for the dtype.
     """
     if device.tflops is None or device.gb_per_s is None:
-        raise ValueError(f"device={device.name!r}: its peaks are not in rawattn.device.DEVICES")
+        raise ValueError(
+            f"device={device.name!r}: its peaks are not known; accepted are {', '.join(DEVICES)}"
+        )
     if problem.dtype not in TENSOR_CORE_DTYPES:
         raise ValueError(
             f"dtype={problem.dtype!r}: peaks are known for {' and '.join(TENSOR_CORE_DTYPES)}"

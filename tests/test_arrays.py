@@ -4,6 +4,7 @@ that is not there: nothing reads it."""
 
 from __future__ import annotations
 
+import re
 import types
 import weakref
 from typing import Any
@@ -40,8 +41,10 @@ def test_dtypes() -> None:
     }
     assert arrays.dtype_name("dtype", ml_dtypes.bfloat16) == "bfloat16"
     assert arrays.dtype_name("dtype", "float16") == "float16"
-    with pytest.raises(TypeError, match="dtype='float64': accepted are float16, bfloat16"):
-        arrays.dtype_name("dtype", "float64")
+    for wrong in ("float64", "int32", "f4,f4", object()):
+        accepted = "accepted are float16, bfloat16, float32$"
+        with pytest.raises(TypeError, match=rf"dtype={re.escape(repr(wrong))}: {accepted}"):
+            arrays.dtype_name("dtype", wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,6 +69,8 @@ def test_bits_with_a_dtype() -> None:
     assert seen.spec.dtype == "bfloat16" and seen.array.tolist() == [[1.0] * 4] * 2
     assert np.shares_memory(seen.array, bits)
     assert view("q", seen.array, "bfloat16").array is seen.array
+    with pytest.raises(TypeError, match=r"q has dtype >u2: accepted is this machine's byte order"):
+        view("q", bits.astype(">u2"), "bfloat16")
     for wrong in (np.zeros(4, np.uint8), np.zeros(4, np.float16), np.zeros(4, np.int16)):
         with pytest.raises(TypeError, match=f"q has dtype {wrong.dtype}.*bfloat16, and uint16"):
             view("q", wrong, "bfloat16")
@@ -100,6 +105,21 @@ def test_gpu_arrays_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (Producer(np.zeros(3), device=2), foreign):
         with pytest.raises(RuntimeError, match="no CUDA GPU here"):
             view("q", x)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shared"),
+    [
+        (slice(0, 5), slice(5, 10), False),
+        (slice(0, 6), slice(5, 10), True),
+        (slice(0, 10, 2), slice(1, 10, 2), False),
+        (slice(0, 10, 2), slice(1, 10, 3), True),
+        (slice(0, 0), slice(0, 10), False),
+    ],
+)
+def test_shared_memory(a: slice, b: slice, shared: bool) -> None:
+    rows = np.zeros((10, 4), np.float32)
+    assert arrays.share_memory(view("q", rows[a]), view("out", rows[b])) == shared
 
 
 # ---- layouts ----
@@ -140,6 +160,19 @@ def test_layouts(accepted: Spec) -> None:
 def test_refused_layouts(refused: Spec, why: str) -> None:
     with pytest.raises(ValueError, match=f"q of shape .* has strides .*{why}"):
         check_layout("q", refused)
+
+
+@pytest.mark.parametrize(
+    ("one", "extent"),
+    [
+        (spec((2, 3, 4), (24, 8, 2)), 48),
+        (spec((2, 3, 4), (0, 100, 2)), 208),
+        (spec((2, 0, 4), (24, 8, 2)), 0),
+        (spec((1, 1, 1), (999, 99, 9)), 2),
+    ],
+)
+def test_extents(one: Spec, extent: int) -> None:
+    assert one.extent == extent
 
 
 def test_outputs_do_not_overlap_themselves() -> None:

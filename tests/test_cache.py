@@ -84,6 +84,17 @@ def become_a_file(entry: Path) -> None:
     entry.write_text("not a folder")
 
 
+def become_a_link(entry: Path) -> None:
+    shutil.move(entry, entry.parent.parent / "elsewhere")
+    truncate(entry.parent.parent / "elsewhere")
+    entry.symlink_to(entry.parent.parent / "elsewhere")
+
+
+def become_a_link_to_nothing(entry: Path) -> None:
+    shutil.rmtree(entry)
+    entry.symlink_to(entry.parent / "nothing")
+
+
 DAMAGES = (
     truncate,
     flip_a_bit,
@@ -93,6 +104,8 @@ DAMAGES = (
     garble_the_sums,
     empty_the_folder,
     become_a_file,
+    become_a_link,
+    become_a_link_to_nothing,
 )
 
 
@@ -104,6 +117,8 @@ def test_damaged_entries_are_rebuilt(tmp_path: Path, damage: Callable[[Path], No
     assert holds_files(Cache(folder).get("key", build))
     assert build.calls == 2
     assert [path.name for path in folder.iterdir()] == ["key"], "scratch folders are removed"
+    for linked in tmp_path.glob("elsewhere/kernel.cubin"):
+        assert linked.stat().st_size == 1234, "what a link leads to is left alone"
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -188,6 +203,9 @@ def test_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cache.default.__wrapped__().folder == tmp_path / "rawattn"
     monkeypatch.setenv("RAWATTN_CACHE_DIR", "~/kernels")
     assert cache.default.__wrapped__().folder == Path.home() / "kernels"
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(RuntimeError, match=r"no cache folder: .* RAWATTN_CACHE_DIR names one"):
+        cache.default.__wrapped__()
 
 
 def test_listing_and_clearing(tmp_path: Path) -> None:
@@ -201,8 +219,21 @@ def test_listing_and_clearing(tmp_path: Path) -> None:
         ("two", two, False),
     ]
     assert kernels.size() == sum(f.stat().st_size for f in [*one.iterdir(), *two.iterdir()])
-    assert kernels.clear() == 2
+    (kernels.folder / "link").symlink_to(kernels.get("kept", Builder()))
+    assert kernels.clear(keep=("kept",)) == 3
+    assert [path.name for path in kernels.folder.iterdir()] == ["kept"]
+    assert kernels.clear() == 1
     assert list(kernels.folder.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Cache(tmp_path).unwritable() is None
+    assert Cache(tmp_path / "new" / "folder").unwritable() is None
+    assert Cache(tmp_path / "file").unwritable() == "Not a directory"
+    assert Cache(tmp_path / "file" / "cache").unwritable() == "Not a directory"
+    assert Cache(Path("/proc/cache")).unwritable() is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")

@@ -7,57 +7,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import rawattn
-from rawattn import cache, device, host, plan, roofline
+from rawattn import device, plan, roofline
 from rawattn.__main__ import main, parser
-from rawattn.cli import compile as compile_command
 from rawattn.cli import flags, info, text
 from rawattn.device import Device
 from rawattn.problem import Problem
 
+pytest_plugins = ("tests.cli",)
 H200 = Device.named("H200")
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("info", "plan", "roofline", "compile", "cache", "selftest")
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command line in this process."""
-    return lambda line: Ran(main(line.split()), *capsys.readouterr())
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty kernel cache, for this process and those that it starts."""
-    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path / "cache"))
-    cache.default.cache_clear()
-    yield tmp_path / "cache"
-    cache.default.cache_clear()
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device_id: int | None = None) -> Device:
-        raise RuntimeError("no CUDA GPU here")
-
-    monkeypatch.setattr(Device, "current", staticmethod(refuse))
 
 
 def test_every_command_speaks_json() -> None:
@@ -155,10 +122,18 @@ def test_unsupported_exits_with_2_and_every_reason(run: Any) -> None:
         ("plan --device H200 --dtype fp4", "accepted are float16"),
         ("plan --device H200 --dtype int32", "accepted are float16"),
         ("plan --device H200 --backend fast", "accepted are "),
-        ("roofline --device host", "peaks"),
+        ("roofline --device host", "accepted are A100, H100"),
         ("compile --arch sm_70", "accepted are sm_80"),
         ("compile --device host", "nothing to compile"),
         ("compile --device H200 --head-dim 300", "takes up to 256"),
+        ("compile --device H200 --batch 0", "batch=0, q_len=4096: accepted are problems with"),
+        ("compile --arch sm_80 --q-len 0", "q_len=0: accepted are problems with"),
+        ("compile --device H200 --arch sm_80", "--arch: not allowed with argument --device"),
+        ("compile --arch sm_80 --jobs 0", "--jobs: '0': accepted are integers from 1"),
+        ("plan --batch -1", "--batch: '-1': accepted are integers from 0"),
+        ("plan --causal up", "invalid choice: 'up'"),
+        ("cache burn", "invalid choice: 'burn'"),
+        ("fly", "invalid choice: 'fly'"),
     ],
 )
 def test_what_is_not_accepted_exits_with_2(run: Any, line: str, words: str) -> None:
@@ -168,11 +143,31 @@ def test_what_is_not_accepted_exits_with_2(run: Any, line: str, words: str) -> N
     assert found.code == 2 and words in found.facts["message"]
 
 
-@pytest.mark.parametrize("line", ["fly", "plan --batch -1", "plan --causal up", "cache burn", ""])
-def test_bad_usage_exits_with_2(run: Any, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--batch 1000000 --heads 100", "fwd_sm80: a grid of 3200000000 blocks: takes up to 2147"),
+        ("--q-len 1073741825", "1073741825 queries and 1073741825 keys: takes up to 1073741824"),
+        ("--k-len 1073741825", "4096 queries and 1073741825 keys: takes up to 1073741824"),
+    ],
+)
+def test_what_is_too_large_to_launch_is_not_planned(run: Any, line: str, words: str) -> None:
+    found = run(f"plan --device H200 {line} --json")
+    assert found.code == 2 and words in found.facts["passed_over"][0]
+    assert run(f"compile --device H200 {line}").code == 2
+
+
+def test_the_largest_grid_and_the_longest_sequence_are_planned(run: Any) -> None:
+    largest = f"plan --device H200 --heads 1 --q-len 128 --batch {2**31 - 1} --json"
+    assert run(largest).facts["launches"][0]["grid"] == 2**31 - 1
+    assert run("plan --device H200 --heads 1 --q-len 1073741824").code == 0
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(line)
-    assert caught.value.code == 2
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rawattn {rawattn.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["plan", "roofline", "compile"])
@@ -239,97 +234,22 @@ def test_info_shows_what_is_here(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     assert rawattn.__version__ in run("info").out
 
 
+def test_info_shows_the_environment(
+    run: Any, monkeypatch: pytest.MonkeyPatch, backend: Callable[[str], None], folder: Path
+) -> None:
+    backend("fast")
+    environment = run("info --json").facts["environment"]
+    assert environment["RAWATTN_BACKEND"] == "fast"
+    assert environment["RAWATTN_CACHE_DIR"] == str(folder)
+    assert all(name.startswith("RAWATTN_") for name in environment)
+
+
 def test_info_says_why_a_backend_cannot_run() -> None:
     kernel, on_host = plan.BACKENDS[0], plan.BACKENDS[-1]
     assert info.why_not(on_host, "no GPU", {"error": "NVRTC"}) is None
     assert info.why_not(kernel, "no GPU", {}) == "no GPU"
     assert info.why_not(kernel, H200, {"error": "no NVRTC"}) == "no NVRTC"
     assert info.why_not(kernel, H200, {"nvrtc": "13.0"}) is None
-
-
-# ---- compile and cache ---------------------------------------------------------------------------
-
-
-def test_compile_fills_the_cache_which_lists_and_clears(run: Any, folder: Path) -> None:
-    assert run("cache size --json").facts["entries"] == 0
-    line = "compile --arch sm_80 --head-dim 32 --json"
-    made = run(line)
-    assert made.code == 0, made.err
-    assert (made.facts["ready"], made.facts["failed"], made.facts["cache"]["entries"]) == (1, 0, 1)
-    again = run(line).facts
-    assert again["cache"] == made.facts["cache"]
-    (entry,) = run("cache --json").facts["kernels"]
-    assert entry["key"].startswith("fwd_sm80-sm_80-") and entry["intact"]
-    (folder / entry["key"] / "kernel.cubin").write_bytes(b"")
-    assert not run("cache list --json").facts["kernels"][0]["intact"]
-    assert run("cache clear --json").facts["removed"] == 1
-    assert list(folder.iterdir()) == []
-
-
-def test_a_kernel_that_does_not_compile_exits_with_1(
-    run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_command, "_compile", lambda *_: iter([None, "line 7: error"]))
-    found = run("compile --arch sm_80 --all --json")
-    assert found.code == 1 and found.facts["errors"] == ["line 7: error"]
-
-
-def test_a_cache_that_cannot_be_written_is_an_error(folder: Path) -> None:
-    folder.write_text("a file, not a folder")
-    launch = plan.plan(problem("--head-dim 32"), H200).launches[0]
-    with pytest.warns(RuntimeWarning, match="cannot write"):
-        why = compile_command._compile_one("fwd_sm80", launch.config, "sm_80")
-    assert why is not None and "cannot be written" in why
-
-
-def test_progress_needs_no_rich(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = [None, "error", None]
-    assert list(compile_command._progress(iter(results), 3)) == results
-    capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert list(compile_command._progress(iter(results), 3)) == results
-    assert capsys.readouterr() == ("", "compiled 1 of 3\ncompiled 2 of 3\ncompiled 3 of 3\n")
-
-
-def test_a_folder_with_other_files_is_not_cleared(run: Any, folder: Path) -> None:
-    key = "fwd_sm80-sm_80-" + 32 * "0"
-    for name in (key, f".{key}-{32 * 'f'}", "emulator"):
-        (folder / name).mkdir(parents=True)
-    (folder / "thesis.tex").write_text("years of work")
-    found = run("cache clear")
-    assert found.code == 1 and "'thesis.tex', which is no kernel" in found.err
-    assert len(list(folder.iterdir())) == 4
-    assert [k["key"] for k in run("cache --json").facts["kernels"]] == [key]
-    (folder / "thesis.tex").unlink()
-    assert run("cache clear --json").facts["removed"] == 1
-    assert list(folder.iterdir()) == []
-
-
-# ---- selftest ------------------------------------------------------------------------------------
-
-
-def test_selftest_passes(run: Any) -> None:
-    found = run("selftest --json")
-    assert found.code == 0, found.out
-    arrays = {c["arrays"] for c in found.facts["checks"]}
-    assert arrays == ({"numpy"} if found.facts["no_gpu"] else {"numpy", "cupy"})
-    assert all(0 <= c["error_of_bound"] <= 1 for c in found.facts["checks"])
-    assert len(found.facts["checks"]) >= 9
-
-
-def test_selftest_finds_a_wrong_kernel(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = host.run
-
-    def wrong(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **arguments: Any) -> None:
-        right(q, k, v, out, lse, **arguments)
-        out *= 1.02
-
-    monkeypatch.setattr(host, "run", wrong)
-    found = run("selftest --json")
-    assert found.code == 1 and found.facts["failed"] >= 9
-    assert "AssertionError: out[" in found.facts["checks"][0]["result"]
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -369,3 +289,31 @@ def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["backend"] == "fwd_sm80"
     assert device.DEVICES["A100"].name == json.loads(done.stdout)["device"]["name"]
+
+
+def test_no_command_exits_with_2(run: Any) -> None:
+    found = run("--json")
+    assert found.code == 2 and found.facts["error"] == "UsageError"
+    assert "usage: python -m rawattn" in found.err
+
+
+@pytest.mark.parametrize("line", ["plan --device H200", "plan --device H200 --json", "--help"])
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_output_that_cannot_be_written_exits_with_1(line: str, output: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full" if output == "full" else write, "w") as stdout:
+        if output == "full":
+            os.close(write)
+        done = subprocess.run(
+            [sys.executable, "-m", "rawattn", *line.split()],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # else argparse ignores that --help fails
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    full = "rawattn: cannot write the output: [Errno 28] No space left on device\n"
+    assert done.stderr == (full if output == "full" else "")

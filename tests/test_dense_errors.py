@@ -17,6 +17,7 @@ from rawattn.plan import BACKENDS
 
 F32 = np.float32
 F16 = np.float16
+SWAPPED = np.dtype(F32).newbyteorder()
 VALUE, TYPE = ValueError, TypeError
 
 
@@ -54,8 +55,14 @@ def read_only(*shape: int) -> np.ndarray:
     return x
 
 
+SIGNED = "accepted are 0 and numbers of either sign from 1e-18 to 1e+18"
 BAD_DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     # kinds and dtypes
+    ({"q": np.ma.zeros((2, 5, 4, 16), F32)}, TYPE, "q is a masked array: accepted are arrays"),
+    ({"out": np.ma.zeros((2, 5, 4, 16), F32)}, TYPE, "out is a masked array: accepted are arrays"),
+    ({"k": zeros(2, 7, 2, 16, dtype=SWAPPED)}, TYPE, "k has dtype >f4: accepted is this machine's"),
+    ({"sink": zeros(4, dtype=SWAPPED)}, TYPE, "sink has dtype >f4: accepted is this machine's"),
+    ({"dtype": "int32"}, TYPE, "dtype='int32': accepted are float16, bfloat16, float32"),
     ({"q": [[1.0]]}, TYPE, "q is a builtins.list: accepted are arrays of CuPy or NumPy"),
     ({"k": None}, TYPE, "k is a builtins.NoneType: accepted"),
     ({"q": zeros(2, 5, 4, 16, dtype=float)}, TYPE, "q has dtype float64: accepted are float16"),
@@ -79,18 +86,33 @@ BAD_DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": zeros(2, 7, 2, 16)[:, ::-1]}, VALUE, "bytes: accepted are strides from 0"),
     ({"v": zeros(2, 2, 16, 7).transpose(0, 3, 1, 2)}, VALUE, "v of shape (2, 7, 2, 16)"),
     # numbers
-    ({"softmax_scale": float("nan")}, VALUE, "softmax_scale=nan: accepted are finite numbers"),
-    ({"softmax_scale": np.float32("inf")}, VALUE, "softmax_scale=inf: accepted are finite numbers"),
-    ({"softmax_scale": "big"}, TYPE, "softmax_scale='big': accepted is a number"),
-    ({"softmax_scale": np.zeros(2)}, TYPE, "softmax_scale=array([0., 0.]): accepted are plain"),
-    ({"softcap": -1.0}, VALUE, "softcap=-1.0: accepted are finite numbers from 0"),
-    ({"softcap": float("nan")}, VALUE, "softcap=nan: accepted are finite numbers from 0"),
+    ({"softmax_scale": float("nan")}, VALUE, f"softmax_scale=nan: {SIGNED}"),
+    ({"softmax_scale": np.float32("inf")}, VALUE, f"softmax_scale=inf: {SIGNED}"),
+    ({"softmax_scale": 1e-46}, VALUE, f"softmax_scale=1e-46: {SIGNED}"),
+    ({"softmax_scale": -3e38}, VALUE, f"softmax_scale=-3e+38: {SIGNED}"),
+    ({"softmax_scale": 10**400}, VALUE, f"softmax_scale=inf: {SIGNED}"),
+    ({"softmax_scale": "0.5"}, TYPE, "softmax_scale='0.5': accepted is a number, found str"),
+    ({"softmax_scale": True}, TYPE, "softmax_scale=True: accepted is a number, found bool"),
+    ({"softmax_scale": np.zeros(2)}, TYPE, "softmax_scale=array([0., 0.]): accepted is a number"),
+    ({"softcap": -1.0}, VALUE, "softcap=-1.0: accepted are 0 and numbers from 1e-18 to 1e+18"),
+    ({"softcap": float("nan")}, VALUE, "softcap=nan: accepted are 0 and numbers from"),
+    ({"softcap": 1e-39}, VALUE, "softcap=1e-39: accepted are 0 and numbers from"),
+    ({"softcap": None}, TYPE, "softcap=None: accepted is a number, found NoneType"),
     ({"causal": "middle"}, VALUE, "causal='middle': accepted are False, True, 'bottom_right' and"),
-    ({"causal": 2}, VALUE, "causal=2: accepted are"),
+    ({"causal": 2}, TYPE, "causal=2: accepted are"),
+    ({"causal": None}, TYPE, "causal=None: accepted are"),
+    ({"causal": []}, TYPE, "causal=[]: accepted are"),
     ({"window_size": (-2, 0)}, VALUE, "window_size=(-2, 0): accepted are -1 (unbounded) and"),
     ({"window_size": [3, -5]}, VALUE, "window_size=(3, -5): accepted are -1"),
     ({"window_size": (1, 2, 3)}, VALUE, "window_size=(1, 2, 3): accepted is a pair"),
-    ({"window_size": 4}, VALUE, "window_size=4: accepted is a pair"),
+    ({"window_size": 4}, TYPE, "window_size=4: accepted is a pair"),
+    ({"window_size": None}, TYPE, "window_size=None: accepted is a pair"),
+    ({"window_size": "12"}, TYPE, "window_size='12': accepted is a pair of integers"),
+    ({"window_size": (1.0, 2)}, TYPE, "window_size=(1.0, 2): accepted is a pair of integers"),
+    ({"window_size": (True, 2)}, TYPE, "window_size=(True, 2): accepted is a pair of integers"),
+    ({"window_size": (-(10**30), 2)}, VALUE, "00, 2): accepted are -1 (unbounded) and"),
+    ({"return_lse": 1}, TYPE, "return_lse=1: accepted are False and True"),
+    ({"return_lse": None}, TYPE, "return_lse=None: accepted are False and True"),
     # more arrays
     ({"sink": zeros(2)}, VALUE, "sink has shape (2,): accepted is (4,)"),
     ({"sink": zeros(4, dtype=np.float64)}, TYPE, "sink has dtype float64: accepted is float32"),
@@ -107,8 +129,12 @@ BAD_DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse": read_only(2, 4, 5)}, VALUE, "lse is read-only: accepted is an array that can be"),
     # the rest
     ({"backend": "fast"}, VALUE, "backend='fast': accepted are "),
+    ({"backend": ""}, VALUE, "backend='': accepted are "),
+    ({"backend": 1}, TYPE, "backend=1: accepted are None and the name of a backend"),
     ({"backend": "fwd_sm80"}, rawattn.Unsupported, "fwd_sm80: needs CUDA arrays, found NumPy"),
+    ({"backend": "fwd_sm80"}, rawattn.Unsupported, "for float32, batch 2, heads 4 over 2, head"),
     ({"stream": 0}, VALUE, "stream=0: with NumPy arrays accepted is None"),
+    ({"stream": "x"}, TYPE, "stream='x': with NumPy arrays accepted is None"),
     ({"plan": "fast"}, TYPE, "plan='fast': accepted is what rawattn.prepare returns"),
 ]
 
@@ -128,7 +154,8 @@ BAD_VARLEN: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": zeros(1, 5, 4, 16)}, VALUE, "q has shape (1, 5, 4, 16): accepted is (total_q,"),
     ({"max_seqlen_q": -1}, VALUE, "max_seqlen_q=-1: accepted are integers from 0"),
     ({"max_seqlen_k": 2.0}, TYPE, "max_seqlen_k=2.0: accepted is an integer, found float"),
-    ({"max_seqlen_q": np.int32([3])}, TYPE, "max_seqlen_q=array([3], dtype=int32): accepted are"),
+    ({"max_seqlen_q": 3.0}, TYPE, "max_seqlen_q=3.0: accepted is an integer, found float"),
+    ({"max_seqlen_q": np.int32([3])}, TYPE, "max_seqlen_q=array([3], dtype=int32): accepted is"),
     ({"lse": zeros(5, 4)}, VALUE, "lse has shape (5, 4): accepted is (4, 5)"),
     ({"alibi_slopes": zeros(1, 4)}, VALUE, "alibi_slopes has shape (1, 4): accepted is (2, 4)"),
 ]
@@ -162,6 +189,62 @@ def test_good_calls_run() -> None:
     ):
         with pytest.raises(AssertionError, match="has run"):
             function(**call)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": True}, {"causal": 1.0}),
+        ({"causal": np.True_}, {"causal": np.int64(1)}),
+        ({"window_size": (1, 0)}, {"window_size": (1.0, False)}),
+        ({"return_lse": False}, {"return_lse": 0}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"max_seqlen_q": 3}, {"max_seqlen_q": 3.0}),
+    ],
+    ids=str,
+)
+def test_equal_calls_before_do_not_matter(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="has run"):
+            rawattn.flash_attn_varlen_func(**varlen(**good))
+        (name,) = bad
+        refuses(rawattn.flash_attn_varlen_func, varlen(**bad), TypeError, f"{name}={bad[name]!r}: ")
+
+
+def slots() -> list[np.ndarray]:
+    """Four arrays (2, 5, 4, 16), interleaved in memory."""
+    memory = zeros(2, 5, 4, 4, 16)
+    return [memory[:, :, n] for n in range(4)]
+
+
+def test_outputs_lie_apart() -> None:
+    call = dense()
+    for changes, names in (
+        ({"out": call["q"]}, "out shares memory with q"),
+        ({"out": call["q"], "q": call["q"].copy(), "k": call["q"]}, "out shares memory with k"),
+        ({"lse": call["q"].reshape(-1)[:40].reshape(2, 4, 5)}, "lse shares memory with q"),
+        ({"out": (x := zeros(2, 5, 4, 16)), "lse": x[:, :4, 0, :5]}, "out shares memory with lse"),
+    ):
+        given = {**call, "v": call["k"], **changes}
+        if "k" in changes:
+            given |= {"k": changes["k"], "v": zeros(2, 5, 4, 16)}
+        message = f"{names}: accepted is an output of its own"
+        refuses(rawattn.flash_attn_func, given, ValueError, message)
+    q, k, v, out = slots()
+    with pytest.raises(AssertionError, match="has run"):
+        rawattn.flash_attn_func(q, k, v, out=out)
+
+
+@pytest.mark.parametrize("function", [np.sum, None, "flash_attn_func"])
+def test_prepare_takes_our_functions(function: Any) -> None:
+    message = "accepted are flash_attn_func and flash_attn_varlen_func"
+    refuses(rawattn.prepare, {"function": function, **dense()}, TypeError, message)
+
+
+def test_prepare_makes_the_plan() -> None:
+    call = {"function": rawattn.flash_attn_func, **dense(plan=None)}
+    refuses(rawattn.prepare, call, TypeError, "plan=None: accepted is a call without plan=")
 
 
 def test_arguments_are_keywords() -> None:
@@ -219,6 +302,7 @@ def test_no_backend_gives_all_reasons(cupy: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     forward.Settings.read.cache_clear()
+    forward.resolve.cache_clear()
     yield monkeypatch
     forward.Settings.read.cache_clear()
     forward.resolve.cache_clear()
@@ -237,15 +321,11 @@ BAD_LENGTHS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_LENGTHS, ids=name_of)
-def test_lengths_are_checked(
-    environment: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
-    environment.setenv("RAWATTN_CHECK", "1")
+def test_lengths_are_checked(changes: dict[str, Any], message: str) -> None:
     refuses(rawattn.flash_attn_varlen_func, varlen(**changes), ValueError, message)
 
 
-def test_good_lengths_pass(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("RAWATTN_CHECK", "1")
+def test_good_lengths_pass() -> None:
     padded = zeros(2, 7, 2, 16)
     for changes in (
         {},
@@ -260,7 +340,6 @@ def test_good_lengths_pass(environment: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_names_a_backend(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("RAWATTN_BACKEND", "fwd_sm80")
-    forward.resolve.cache_clear()
     message = "fwd_sm80: needs CUDA arrays"
     refuses(rawattn.flash_attn_func, dense(), rawattn.Unsupported, message)
     with pytest.raises(AssertionError, match="has run"):
@@ -278,6 +357,10 @@ def test_a_plan_refuses_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, name in (
         ({"causal": False}, "causal"),
         ({"causal": "top_left"}, "causal"),
+        (
+            {"q": zeros(2, 6, 4, 16)},
+            "q: the plan was prepared for float32 of shape (2, 5, 4, 16), ",
+        ),
         ({"window_size": (4, 0)}, "window_size"),
         ({"softmax_scale": 0.5}, "softmax_scale"),
         ({"softcap": 1.0}, "softcap"),
@@ -290,7 +373,7 @@ def test_a_plan_refuses_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"q": half, "k": half, "v": half}, "q"),
         ({"v": zeros(2, 7, 2, 8)}, "v"),
     ):
-        message = f"{name}: the plan was prepared for "
+        message = name if ":" in name else f"{name}: the plan was prepared for "
         refuses(rawattn.flash_attn_func, {**call, **changes, "plan": plan}, ValueError, message)
     assert rawattn.flash_attn_func(**{**call, "window_size": [3, 0]}, plan=plan).shape == (
         2,

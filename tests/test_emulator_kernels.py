@@ -5,10 +5,14 @@ leave out."""
 from __future__ import annotations
 
 import functools
+import re
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rawattn import registry
 from rawattn.plan import configs
 from rawattn.testing import Case, Op, law_matches_reference, run, tensors
 from tools.emulator.attention import attention, emulator_op
@@ -55,6 +59,43 @@ def test_unaligned(op: Op, head_dim: int, value_dim: int) -> None:
         sink=True,
     )
     law_matches_reference(op, case)
+
+
+def call(**changes: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse of a small call, with arguments of its own; what is not written is NaN."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 20, 2, 64)).astype(np.float16)
+    out, lse = np.full_like(q, np.nan), np.full((1, 2, 20), np.nan, np.float32)
+    attention(q, k, v, **{"out": out, "lse": lse, "seeds": (0,), **changes})
+    return out, lse
+
+
+def test_lse_need_not_be_wanted() -> None:
+    (want, lse), (out, untouched) = call(), call(lse=None)
+    assert out.tobytes() == want.tobytes() and np.isfinite(want).all() and np.isfinite(lse).all()
+    assert np.isnan(untouched).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": 0}, "seeds=0: accepted are a count from 1"),
+        ({"seeds": -1}, "seeds=-1: accepted are a count from 1"),
+        ({"seeds": True}, "seeds=True: accepted are a count from 1"),
+        ({"seeds": []}, "seeds=[]: accepted are a count from 1"),
+        ({"seeds": "ab"}, "seeds='ab': accepted are a count from 1"),
+        ({"seeds": (0.5,)}, "seeds=(0.5,): accepted are a count from 1"),
+        ({"kernels": "nowhere"}, "kernels='nowhere': accepted is the folder of the sources"),
+        ({"kernels": ""}, "kernels='': accepted is the folder of the sources"),
+        ({"device": "host"}, "device='host': accepted are GPUs, A100"),
+    ],
+)
+def test_what_would_run_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call(**changes)
+
+
+def test_kernels_may_be_a_name() -> None:
+    assert call(kernels=str(registry.cuda_folder()))[0].tobytes() == call()[0].tobytes()
 
 
 def test_time() -> None:

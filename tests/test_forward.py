@@ -17,6 +17,7 @@ from rawattn import arrays, forward, launch, registry
 from rawattn.arrays import View, contiguous
 from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
 from rawattn.device import Device
+from rawattn.problem import Unsupported
 from rawattn.request import Arrays
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -129,6 +130,21 @@ def test_every_optional_array(gpu: Gpu) -> None:
     assert (p.top_left, p.window_right) == (1, 0)
 
 
+def test_outputs_lie_apart(gpu: Gpu) -> None:
+    q, k, v = INPUTS
+    plan = prepare(flash_attn_func, q, k, v, out=at(OUT, 2, 5, 4, 32))
+    for address in (Q, Q + 1278, Q - 2558):  # q has 1280 bytes, out 2560
+        out = at(address, 2, 5, 4, 32)
+        for prepared in (None, plan) if address == Q else (None,):
+            with pytest.raises(ValueError, match=r"^out shares memory with q: accepted is"):
+                flash_attn_func(q, k, v, out=out, plan=prepared)
+    assert gpu.launches == []
+    for address in (Q + 1280, Q - 2560):
+        flash_attn_func(q, k, v, out=at(address, 2, 5, 4, 32))
+    slots = [at(Q + 32 * n, 2, 5, 4, 16, strides=(1280, 256, 64, 1)) for n in range(4)]
+    flash_attn_func(*slots[:3], out=slots[3])
+
+
 def test_outputs_that_are_not_given() -> None:
     out, lse = flash_attn_func(*INPUTS, return_lse=True)
     assert (out.shape, lse.shape) == ((2, 5, 4, 32), (2, 4, 5))
@@ -211,6 +227,7 @@ def test_axes_of_one_element_have_any_stride() -> None:
         ((0, 5, 4, 16), (0, 7, 2, 16), 0),
         ((2, 0, 4, 16), (2, 7, 2, 16), 0),
         ((2, 5, 0, 16), (2, 7, 2, 16), 0),
+        ((2, 5, 0, 16), (2, 7, 0, 16), 0),
         ((2, 5, 4, 16), (2, 0, 2, 16), 1),  # rows without keys are written
     ],
 )
@@ -225,7 +242,7 @@ def test_a_grid_that_is_too_large() -> None:
     q, k = at(Q, 70_000, 64, 32, 16), at(K, 70_000, 64, 32, 16)
     assert prepare(flash_attn_func, q, k, k).plan.launches[0].grid == 70_000 * 32
     q, starts = at(Q, 2**30, 64, 16), at(6 << 20, 5, dtype=np.int32)
-    with pytest.raises(ValueError, match=r"a grid of 2147483648 blocks: .* max_seqlen_q= may help"):
+    with pytest.raises(Unsupported, match=r"a grid of 2147483648 blocks: .*max_seqlen_q= may help"):
         flash_attn_varlen_func(q, q, q, starts, starts)
 
 
@@ -283,10 +300,11 @@ def test_a_prepared_call_is_checked_where_all_are(
     monkeypatch.setattr(forward.Settings, "read", lambda: checking)
     monkeypatch.setattr(forward, "to_host", lambda table: np.array(starts))
     q, table = at(Q, 50, 4, 16), at(6 << 20, 2, dtype=np.int32)
-    plan = prepare(flash_attn_varlen_func, q, q, q, table, table, out=q)
+    out = at(OUT, 50, 4, 16)
+    plan = prepare(flash_attn_varlen_func, q, q, q, table, table, out=out)
     starts[1] = 51
     with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] is 51"):
-        flash_attn_varlen_func(q, q, q, table, table, out=q, plan=plan)
+        flash_attn_varlen_func(q, q, q, table, table, out=out, plan=plan)
     assert gpu.launches == []
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from typing import Any
 
@@ -158,6 +160,48 @@ def test_real_tiles_and_no_lse() -> None:
     want, _ = attention(q, k, v, mask=mask)
     twin, _ = attention(q, k, v, mask=mask, rounding="float32")
     assert np.abs(out - want).max() <= 2 * np.abs(twin - want).max()
+
+
+@pytest.mark.parametrize("sink", [None, np.float32([0.5])])
+def test_rows_without_keys_are_zero_where_values_are_nan(sink: Array | None) -> None:
+    """Two keys, five rows under a causal mask: the first three see none, in the tile of others."""
+    q, k = np.ones((1, 5, 1, 8), np.float32), np.ones((1, 2, 1, 8), np.float32)
+    out, lse = np.full_like(q, np.nan), np.full((1, 1, 5), np.nan, np.float32)
+    host.run(q, k, np.full_like(k, np.nan), out, lse, mask=Mask(right=0), sink=sink)
+    assert (out[0, :3] == 0).all()
+    assert (lse[0, 0, :3] == (-np.inf if sink is None else sink[0])).all()
+
+
+def test_errors_of_the_caller_are_not_ours() -> None:
+    """What NumPy shall raise for the caller, as for underflow, is not raised in here."""
+    q = np.full((1, 70, 1, 8), 40.0, np.float32)
+    q[0, ::2] = -40
+    out = np.empty_like(q, dtype=np.float16)
+    with np.errstate(all="raise"):
+        host.run(q, q, q, out, mask=Mask(right=0))
+    assert np.isfinite(out).all()
+
+
+LATE = """
+import atexit
+import numpy as np
+from rawattn import host
+from rawattn.problem import Mask
+
+x = np.ones((1, 300, 8, 4), np.float32)
+host.SERIAL = 0
+def late():
+    out = np.zeros_like(x)
+    host.run(x, x, x, out, mask=Mask())
+    print("mean", out.mean())
+atexit.register(late)
+"""
+
+
+def test_a_call_after_the_end() -> None:
+    """No thread starts any more when the interpreter shuts down."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("mean 1.0\n", "")
 
 
 def test_scores_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,17 @@ def test_merging_nothing() -> None:
         assert (out == np.zeros((2, 4))).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e17, 1e308, -1e308])
+def test_merging_equal_sets_is_their_mean_at_every_size(size: float) -> None:
+    out, lse = merge_states([[1.0, 2.0], [3.0, 4.0]], [size, size])
+    assert out.tolist() == [2.0, 3.0] and lse == size + math.log(2)
+
+
+def test_merging_the_largest_with_the_least_is_the_largest() -> None:
+    out, lse = merge_states([[1.0, 2.0], [3.0, 4.0]], [1e308, -1e308])
+    assert out.tolist() == [1.0, 2.0] and lse == 1e308
+
+
 def test_merging_is_the_formula_and_associative() -> None:
     rng = np.random.default_rng(0)
     outs, lses = rng.standard_normal((3, 50, 4)), rng.normal(0, 300, (3, 50))

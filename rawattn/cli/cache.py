@@ -11,31 +11,40 @@ from typing import Any
 from rawattn import cache
 
 ENTRY = r"\w+-sm_\w+-[0-9a-f]{32}"  # what `compile.cubin` names its entries
-# What builds leave when they are interrupted, and the objects of tools/emulator.
-OURS = rf"{ENTRY}|\.{ENTRY}-[0-9a-f]{{32}}|emulator"
+FILES = {"kernel.cu", "kernel.cubin", "kernel.log", cache.SUMS}  # what it puts into them
+SCRATCH = rf"\.{ENTRY}-[0-9a-f]{{32}}"  # what builds leave when they are interrupted
+EMULATOR = "emulator"  # where tools/emulator keeps its objects: neither counted nor cleared
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
-    """Facts of the cache folder; with "clear", how many kernels were removed."""
+    """Facts of the cache folder; with "clear", how many kernels were removed.
+
+    The code is 1 where the folder cannot be written.
+    """
     kernels = cache.default()
     if args.action == "clear":
         _refuse_strangers(kernels.folder)
-        removed = len(kernel_entries(kernels))
-        kernels.clear()
-        return {"folder": str(kernels.folder), "removed": removed}, 0
-    facts = folder_facts(kernels)
+        facts = {"removed": kernels.clear(keep=(EMULATOR,)), **folder_facts(kernels)}
+    else:
+        facts = folder_facts(kernels)
     if args.action == "list":
         facts["kernels"] = [
-            {"key": entry.key, "size_bytes": entry.size, "intact": entry.intact}
+            {
+                "key": entry.key,
+                "size_bytes": entry.size,
+                "intact": entry.intact and not _strangers(entry.path),
+            }
             for entry in kernel_entries(kernels)
         ]
-    return facts, 0
+    return facts, int("unwritable" in facts)
 
 
 def folder_facts(kernels: cache.Cache) -> dict[str, Any]:
-    """Where the cache is, and how much it holds."""
+    """Where the cache is, how much it holds, and why it cannot be written, where it cannot."""
     sizes = [entry.size for entry in kernel_entries(kernels)]
-    return {"folder": str(kernels.folder), "entries": len(sizes), "size_bytes": sum(sizes)}
+    facts = {"folder": str(kernels.folder), "entries": len(sizes), "size_bytes": sum(sizes)}
+    why = kernels.unwritable()
+    return facts if why is None else {**facts, "unwritable": f"{why}. Is RAWATTN_CACHE_DIR right?"}
 
 
 def kernel_entries(kernels: cache.Cache) -> list[cache.Entry]:
@@ -46,8 +55,16 @@ def kernel_entries(kernels: cache.Cache) -> list[cache.Entry]:
 def _refuse_strangers(folder: Path) -> None:
     """RuntimeError where a folder holds anything else: a mistyped variable costs nobody files."""
     for path in folder.glob("*"):
-        if not re.fullmatch(OURS, path.name):
+        if path.name == EMULATOR:
+            continue
+        known = re.fullmatch(f"{ENTRY}|{SCRATCH}", path.name)
+        for stranger in _strangers(path) if known else [path.name]:
             raise RuntimeError(
-                f"{folder} holds {path.name!r}, which is no kernel: cleared is a folder that "
+                f"{folder} holds {stranger!r}, which is no kernel: cleared is a folder that "
                 "holds nothing else. Is RAWATTN_CACHE_DIR right?"
             )
+
+
+def _strangers(entry: Path) -> list[str]:
+    """What an entry holds that no build has put there, as paths in the folder of the cache."""
+    return [f"{entry.name}/{x.name}" for x in sorted(entry.glob("*")) if x.name not in FILES]

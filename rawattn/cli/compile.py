@@ -16,7 +16,9 @@ from rawattn import cache, compile
 from rawattn.cli import flags
 from rawattn.cli.cache import folder_facts
 from rawattn.device import DEVICES, Device
+from rawattn.forward import Settings
 from rawattn.plan import plan
+from rawattn.problem import Problem
 from rawattn.registry import ARCHITECTURES, KERNELS, Config, all_configs
 
 
@@ -26,7 +28,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     if args.all:
         todo = [(kernel.name, config) for kernel, config in all_configs(device.arch)]
     else:
-        todo = [(x.kernel, x.config) for x in plan(flags.problem(args), device).launches]
+        todo = _of_one_problem(flags.problem(args), device)
     if not todo:
         raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
     start = time.perf_counter()
@@ -40,6 +42,17 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
         "seconds": round(time.perf_counter() - start, 2),
         "cache": folder_facts(cache.default()),
     }, int(bool(errors))
+
+
+def _of_one_problem(problem: Problem, device: Device) -> list[tuple[str, Config]]:
+    """The kernels of a problem. ValueError where it has none on any device."""
+    if problem.empty:
+        raise ValueError(
+            f"batch={problem.batch}, q_len={problem.max_q}: accepted are problems with an output, "
+            "others launch nothing"
+        )
+    chosen = plan(problem, device, Settings.read().backend)
+    return [(launch.kernel, launch.config) for launch in chosen.launches]
 
 
 def _device(args: Namespace) -> Device:

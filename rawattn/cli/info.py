@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
         "device": current,
         "compiler": compiler,
         "sources": str(cuda_folder()),
-        "cache": folder_facts(cache.default()),
+        "cache": _cache(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("RAWATTN_")},
         "backends": [
             {"name": b.name, "runs_here": why is None, "why_not": why}
             for b in BACKENDS
@@ -69,6 +71,13 @@ def _device() -> Device | str:
         return Device.current()
     except RuntimeError as error:
         return str(error)
+
+
+def _cache() -> dict[str, Any]:
+    try:
+        return folder_facts(cache.default())
+    except (OSError, RuntimeError) as error:  # not to be read, or below no home
+        return {"error": str(error)}
 
 
 def _compiler() -> dict[str, str]:

@@ -7,6 +7,7 @@ Inputs have NaN around them and outputs lie between canaries; the bound is compu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from argparse import Namespace
@@ -14,7 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from rawattn import testing
-from rawattn.device import import_cupy
+from rawattn.cli.info import TYPICAL
+from rawattn.device import Device, import_cupy
+from rawattn.forward import Settings
+from rawattn.plan import plan
+from rawattn.problem import Unsupported
 from rawattn.testing import Case, Op
 
 CASES = {
@@ -47,7 +52,9 @@ CASES = {
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
-    """Facts of each check; 1 where one did not hold."""
+    """Facts of each check; 1 where one did not hold. ValueError: a RAWATTN_BACKEND there is not."""
+    with contextlib.suppress(Unsupported):  # one of GPUs
+        plan(TYPICAL, Device.host(), Settings.read().backend)
     ops, no_gpu = [testing.public_op("numpy")], None
     try:
         import_cupy()
