@@ -10,12 +10,14 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from rawattn.plan import MAX_GRID
 from rawattn.problem import Mask, Problem, Rows, Scores
 from rawattn.testing.cases import Case, Limits
 
 EDGES = tuple(
     sorted({m * n + d for m in (16, 64, 128) for n in (1, 2) for d in (-1, 0, 1)} | {1, 2})
 )
+SMALLEST_BLOCK = 64  # query rows
 MAX_WORK = 1 << 19  # scores of one case; keeps the reference at some milliseconds
 
 
@@ -78,20 +80,23 @@ def problems(draw: DrawFn, limits: Limits = Limits()) -> Case:  # noqa: B008  fr
 
 @st.composite
 def plannable(draw: DrawFn, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> Problem:
-    """A `Problem` of any size, for the planner: nothing is allocated."""
+    """A `Problem` of any size whose blocks a grid can count, for the planner: nothing is allocated."""
     sizes = st.one_of(st.integers(0, 300), st.integers(1, 1 << 20))
     kv_heads = draw(st.integers(1, 64))
     dims = st.integers(1, 256)
     head_dim = draw(dims)
     flags: Any = {name: draw(st.booleans()) for name in ("softcap", "alibi", "sink")}
+    batch = draw(st.integers(0, 70_000))
+    q_heads = kv_heads * draw(st.integers(1, 16))
+    rows = SMALLEST_BLOCK * (MAX_GRID // max(1, batch * q_heads))
     return Problem(
         dtype=draw(st.sampled_from(dtypes)),
-        batch=draw(st.integers(0, 70_000)),
-        q_heads=kv_heads * draw(st.integers(1, 16)),
+        batch=batch,
+        q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=draw(st.one_of(st.just(head_dim), dims)),
-        max_q=draw(sizes),
+        max_q=min(draw(sizes), rows),
         max_k=draw(sizes),
         q_rows=draw(st.sampled_from((Rows.DENSE, Rows.PACKED))),
         k_rows=draw(st.sampled_from(tuple(Rows))),
