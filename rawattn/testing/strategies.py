@@ -80,7 +80,7 @@ def problems(draw: DrawFn, limits: Limits = Limits()) -> Case:  # noqa: B008  fr
 
 @st.composite
 def plannable(draw: DrawFn, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> Problem:
-    """A `Problem` of any size whose blocks a grid can count, for the planner: nothing is allocated."""
+    """A `Problem` of any size that a grid can count, for the planner: nothing is allocated."""
     sizes = st.one_of(st.integers(0, 300), st.integers(1, 1 << 20))
     kv_heads = draw(st.integers(1, 64))
     dims = st.integers(1, 256)
