@@ -27,9 +27,11 @@ import numpy as np
 
 from bench.cases import random_tensors
 from bench.rows import RESULTS, ROOT, append, commit, results_path, sources_digest
+from rawattn.compile import CompileError
 from rawattn.dense import flash_attn_func, prepare
 from rawattn.device import Device
 from rawattn.problem import Problem
+from tools.ledger import nvrtc_version
 
 CALLS, ROUNDS = 100, 51
 PROCESSES = 5
@@ -190,10 +192,15 @@ def measure_calls() -> dict[str, list[float]]:
     return interleaved_host(runs, cupy.cuda.get_current_stream().synchronize)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    try:
+        nvrtc_version()
+    except CompileError as error:
+        print(f"bench/host_time.py: {error}", file=sys.stderr)
+        return 1
     try:
         device = Device.current()
     except RuntimeError as error:
@@ -208,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         over = f"  {row.p50_us - bare:+7.1f} us over bare" if bare and "call" in row.what else ""
         print(f"{row.what:60s} {row.p50_us:12.1f} us{over}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,8 @@
     python bench/run.py --suite fwd_sm80 [--case 'd128-*'] [--quick] [--again] [--out DIR]
 
 Needs a GPU; peers need torch. Rows are appended to DIR/<gpu>/<suite>.csv. Cases that hold a row of
-ours from the same sources are skipped. Exits with 1 where an output of ours was wrong.
+ours from the same sources are skipped. Exits with 1 where an output of ours was wrong, or where
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure cases that have rows already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    suite, gpu = SUITES[args.suite], Device.current().name
+    suite = SUITES[args.suite]
+    try:
+        gpu = Device.current().name
+    except RuntimeError as error:
+        print(f"bench/run.py: {error}", file=sys.stderr)
+        return 1
     cases = suite.select(args.case, args.quick)
     path = results_path(args.out, gpu, suite.name)
     done = set() if args.again else measured(load(path), suite.backend, sources_digest())

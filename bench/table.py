@@ -95,9 +95,16 @@ def _caption(path: Path, newest: Sequence[Group]) -> str:
         "smallest to largest TFLOP/s, and smallest to largest speed as a multiple of the peer's "
         "(above 1 we are faster), medians of interleaved launches in one run. "
         f"Peers: {_list(versions, '; ')}. "
-        f"Commit {_list(r.commit for r in rows)}, {_list(r.timestamp[:10] for r in rows)}. "
+        f"{_code(rows)}, {_list(r.timestamp[:10] for r in rows)}. "
         f"Rows: [{path.as_posix()}]({path.as_posix()}).\n"
     )
+
+
+def _code(rows: Sequence[Row]) -> str:
+    """The commit that was measured; where it is unknown, the digest of the sources."""
+    if any(row.commit == "unknown" for row in rows):
+        return f"Sources {_list(r.sources for r in rows)}"
+    return f"Commit {_list(r.commit for r in rows)}"
 
 
 def _list(values: Iterable[str], separator: str = ", ") -> str:

@@ -126,8 +126,21 @@ def array_module(device: str) -> Any:
     return np
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.max_new_tokens < 1:  # before seconds go into loading the model
+        parser.error(f"--max-new-tokens {options.max_new_tokens}: accepted are counts from 1")
+    try:
+        _answer(options)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _answer(options: argparse.Namespace) -> None:
+    """Loads the model, generates, prints."""
     prompts = options.prompt or PROMPTS
     xp = array_module(options.device)
     dtype = options.dtype or ("float32" if xp is np else "bfloat16")

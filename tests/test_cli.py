@@ -207,14 +207,16 @@ def test_info_runs_with_nothing_installed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOTHING],
         cwd=ROOT,
-        env={**os.environ, "PATH": "", "RAWATTN_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, "PATH": "", "CXX": "g++", "RAWATTN_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert "need CuPy" in facts["device"] and "cuda-bindings" in facts["compiler"]["error"]
+    assert "need CuPy" in facts["device"] and "cuda-bindings" in facts["compiler"]
+    assert facts["compiler"].startswith("not here: ")
+    assert facts["g++ (emulator)"] == "not here: the emulator needs 12 or newer"
     assert facts["gpus"] == [] and facts["cache"]["entries"] == 0
     for backend in facts["backends"]:
         assert backend["runs_here"] == (backend["name"] == "reference")
@@ -246,10 +248,54 @@ def test_info_shows_the_environment(
 
 def test_info_says_why_a_backend_cannot_run() -> None:
     kernel, on_host = plan.BACKENDS[0], plan.BACKENDS[-1]
-    assert info.why_not(on_host, "no GPU", {"error": "NVRTC"}) is None
+    assert info.why_not(on_host, "no GPU", "no NVRTC") is None
     assert info.why_not(kernel, "no GPU", {}) == "no GPU"
-    assert info.why_not(kernel, H200, {"error": "no NVRTC"}) == "no NVRTC"
+    assert info.why_not(kernel, H200, "no NVRTC") == "no NVRTC"
     assert info.why_not(kernel, H200, {"nvrtc": "13.0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("says", "shown"),
+    [("14.2.0", "14.2.0"), ("11.4.0", "11.4.0: the emulator needs"), ("", "not g++: the emulator")],
+)
+def test_info_shows_gxx(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, shown: str
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho {says}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert run("info --json").facts["g++ (emulator)"].startswith(shown)
+
+
+# ---- programs beside the package ----
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("bench/run.py --suite fwd_sm80", 1, "bench/run.py: "),
+        ("-m tools.gpu_tests --laws 1", 1, "tools.gpu_tests: "),
+        ("-m tools.sanitizer_cases", 1, "tools.sanitizer_cases: "),
+        ("-m tests.emulator.defects", 1, "tests.emulator.defects: the emulator needs g++"),
+        *((f"{name} --help", 0, "") for name in ("bench/host_time.py", "-m tools.gpu_tests")),
+        *(
+            (f"-m {name} --help", 0, "")
+            for name in ("tools.sanitizer_cases", "tests.emulator.defects")
+        ),
+    ],
+)
+def test_what_is_missing_takes_one_line(command: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == bool(words) and done.stderr.startswith(words)
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ def op(executor: str, records: dict[str, Record]) -> Op:
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_law(op: Op, executor: str, law: Law) -> None:
+    if why_not := law.why_not(op):
+        pytest.skip(why_not)
     examples = settings.default.max_examples * EXECUTORS[executor].share
 
     @settings(max_examples=max(1, round(examples)))

@@ -104,11 +104,21 @@ def test_console_blocks_show_what_commands_print(tmp_path: Path) -> None:
             assert rawattn(command, tmp_path).stdout == shown
 
 
-def test_links_lead_to_files() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert len(links) > 4
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "docs/emulator.md", "examples/README.md", "bench/README.md"],
+)
+def test_links_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text())
+    assert links
     for link in links:
-        assert (ROOT / link).is_file(), link
+        assert (ROOT / page).parent.joinpath(link).is_file(), link
+
+
+@pytest.mark.emulator
+def test_the_example_of_the_emulator_page_runs() -> None:
+    (code,) = (b.text for b in blocks((ROOT / "docs/emulator.md").read_text()) if b.language)
+    exec(compile(code, "emulator.md", "exec"), {"__name__": "emulator"})
 
 
 # ---- the table of speed --------------------------------------------------------------------------
@@ -157,6 +167,14 @@ def test_the_table_spans_lengths_and_shows_gaps(tmp_path: Path) -> None:
     assert "| 128 | none | 1, 512 | 250 | 1.00 | - | - |\n" in made
     assert made.index("| 64 |") < made.index("| 128 |")
     assert "(bench/results/nvidia-h200/fwd_sm80.csv)" in made and "cuDNN in 1.0" in made
+
+
+def test_an_unknown_commit_gives_way_to_the_digest_of_the_sources(tmp_path: Path) -> None:
+    (row,) = rows_of(64, False, 512, fwd_sm80=1.0)
+    for commit, shown in (("abc123", "Commit abc123,"), ("unknown", "Sources 0f0f,")):
+        file = tmp_path / commit / "bench" / "results" / "nvidia-h200" / "fwd_sm80.csv"
+        append(file, [replace(row, commit=commit, sources="0f0f")])
+        assert shown in table.markdown(file.parents[1])
 
 
 def test_writing_changes_what_is_between_the_comments_alone() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from rawattn.testing import (
     assert_same,
     expected,
     make_inputs,
+    public_op,
     tensors,
 )
 from rawattn.testing.cases import MEMORIES
@@ -165,8 +167,10 @@ MUTANTS = {
 
 def judge(call: Callable[..., Any], law: str, examples: int) -> None:
     """The law over some cases; raises what it raises."""
-    op = op_of(call)
+    judge_op(op_of(call), law, examples)
 
+
+def judge_op(op: Op, law: str, examples: int) -> None:
     @settings(max_examples=examples, derandomize=True, database=None, phases=[Phase.generate])
     @given(problems(op.limits & LAW[law].limits))
     def check(case: Case) -> None:
@@ -180,6 +184,45 @@ def test_a_broken_kernel_breaks_its_law(name: str) -> None:
     call, law, message = MUTANTS[name]
     with pytest.raises(AssertionError, match=f"{law} on toy: .*{message}"):
         judge(call, law, 300)
+
+
+PLAIN = Limits(
+    layouts=("dense",),
+    causal=(False,),
+    windows=False,
+    softcap=False,
+    alibi=("none",),
+    sink=(False,),
+    memories=("contiguous",),
+    max_len=40,
+)
+
+
+def plain(q: Any, k: Any, v: Any, **arguments: Any) -> None:
+    """The toy kernel of `PLAIN`, which refuses the rest."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sink"):
+        assert arguments[name] is None, name
+    assert arguments["causal"] is False and arguments["window_size"] == (-1, -1)
+    assert arguments["softcap"] == 0
+    toy(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("law", LAW)
+def test_a_plain_kernel_gets_only_what_it_takes_and_a_reason_for_the_rest(law: str) -> None:
+    op = dataclasses.replace(op_of(plain), name="plain", limits=PLAIN)
+    why_not = LAW[law].why_not(op)
+    if why_not is None:
+        judge_op(op, law, 10)
+    else:
+        field = "(layouts|memories|causal|windows)"
+        sentence = rf"{law} (?:needs|is about) {field}=.*, and plain takes \1=.*"
+        assert re.fullmatch(sentence, why_not)
+
+
+def test_every_law_is_about_an_op_that_takes_all() -> None:
+    assert [law.why_not(op_of(toy)) for law in LAWS] == [None] * len(LAWS)
+    few = dataclasses.replace(op_of(toy), limits=Limits(data=("huge",)))
+    assert "is about data=('integers',)" in str(LAW["law_shift_of_keys"].why_not(few))
 
 
 @pytest.mark.parametrize("law", LAW)
@@ -318,10 +361,19 @@ def test_same_is_bitwise() -> None:
 def test_a_repro_line_runs() -> None:
     """It names another op than the one that failed here, a right one: so it must end well."""
     wrong, _, _ = MUTANTS["no softcap"]
-    op = dataclasses.replace(op_of(wrong), name="public_op('numpy')")
+    right = public_op("numpy")
+    op = dataclasses.replace(op_of(wrong), name=right.name, imports=right.imports)
     with pytest.raises(AssertionError) as caught:
         LAW["law_matches_reference"](op, dataclasses.replace(CASE, softcap=5.0))
     assert op.record.examples == 1
     line = str(caught.value).splitlines()[-1]
     command = shlex.split(line.replace("python", sys.executable, 1))
     subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_without_imports_the_call_is_the_repro() -> None:
+    wrong, _, _ = MUTANTS["no softcap"]
+    case = dataclasses.replace(CASE, softcap=5.0)
+    with pytest.raises(AssertionError) as caught:
+        LAW["law_matches_reference"](op_of(wrong), case)
+    assert str(caught.value).splitlines()[-1] == f"  law_matches_reference(toy, {case!r})"

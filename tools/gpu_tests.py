@@ -246,7 +246,11 @@ def main() -> int:
         parts["outputs"] = run_outputs
     if options.sanitizer or everything:
         parts["sanitizer"] = run_sanitizer
-    compile_all()
+    try:
+        compile_all()
+    except RuntimeError as error:
+        print(f"tools.gpu_tests: {error}", file=sys.stderr)
+        return 1
     failed = False
     for name, run in parts.items():
         result = run()

@@ -7,8 +7,10 @@ array is one past the end of an allocation.
 
 from __future__ import annotations
 
-import cupy
+import argparse
+import sys
 
+from rawattn.device import import_cupy
 from rawattn.testing import Case, law_matches_reference, public_op
 
 BUCKETS = ((32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
@@ -32,13 +34,20 @@ CASES = (
 )
 
 
-def main() -> None:
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    try:
+        cupy = import_cupy()
+    except RuntimeError as error:
+        print(f"tools.sanitizer_cases: {error}", file=sys.stderr)
+        return 1
     cupy.cuda.set_allocator(None)
     op = public_op("cupy")
     for case in CASES:
         law_matches_reference(op, case)
     print(f"{len(CASES)} cases ran")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,6 +45,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
         "gpus": _nvidia_smi(),
         "device": current,
         "compiler": compiler,
+        "g++ (emulator)": _gxx(),
         "sources": str(cuda_folder()),
         "cache": _cache(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("RAWATTN_")},
@@ -57,13 +58,13 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     }, 0
 
 
-def why_not(backend: Backend, device: Device | str, compiler: dict[str, str]) -> str | None:
-    """Why a backend cannot run here; None where it can. A str device says why there is none."""
+def why_not(backend: Backend, device: Device | str, compiler: dict[str, str] | str) -> str | None:
+    """Why a backend cannot run here; None where it can. A str says why there is no such thing."""
     if backend.refuses(TYPICAL, Device.host()) is None:
         return None
     if isinstance(device, str):
         return device
-    return backend.refuses(TYPICAL, device) or compiler.get("error")
+    return backend.refuses(TYPICAL, device) or (compiler if isinstance(compiler, str) else None)
 
 
 def _device() -> Device | str:
@@ -80,17 +81,28 @@ def _cache() -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _compiler() -> dict[str, str]:
-    """The version of NVRTC, and what is missing to compile kernels."""
-    facts: dict[str, str] = {}
+def _compiler() -> dict[str, str] | str:
+    """The version of NVRTC, or what is missing to compile kernels."""
     try:
         _, (major, minor) = compile._nvrtc()
-        facts["nvrtc"] = f"{major}.{minor}"
         for kernel in KERNELS.values():
             compile._header_folder(kernel, compile.sources(kernel).system, major)
     except compile.CompileError as error:
-        facts["error"] = str(error)
-    return facts
+        return f"not here: {error}"
+    return {"nvrtc": f"{major}.{minor}"}
+
+
+def _gxx() -> str:
+    """The version of g++, which only the emulator of a clone needs."""
+    needs = "the emulator needs 12 or newer"
+    command = [os.environ.get("CXX", "g++"), "-dumpfullversion"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return f"not here: {needs}"
+    version = done.stdout.strip()
+    major = version.split(".")[0]
+    return version if major.isdigit() and int(major) >= 12 else f"{version or 'not g++'}: {needs}"
 
 
 def _nvidia_smi() -> list[str]:

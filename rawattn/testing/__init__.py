@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test any attention kernel: cases, inputs with poison and canaries, one comparison, and laws.
 
-`strategies`, which draws cases, needs Hypothesis and is imported apart: `from
-rawattn.testing.strategies import problems`.
+`strategies`, which draws cases, needs Hypothesis (the extra [test]) and is imported apart: `from
+rawattn.testing.strategies import problems`. README.md, "Your own kernel", has a whole example.
 """
 
 from rawattn.testing.cases import Case, Limits

@@ -93,7 +93,25 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Which cases an op takes, or a law is about. `a & b` takes what both take."""
+    """Which cases an op takes, or a law is about. `a & b` takes what both take.
+
+    Every field that is not given allows everything, so name all that your kernel lacks:
+
+    dtypes      of q, k, v and out: "float16", "bfloat16", "float32"
+    head_dims   of q and k, and of v, which is drawn apart
+    layouts     from `LAYOUTS`: "dense", and three with `cu_seqlens_q`
+    causal      False, True (the diagonal ends at the bottom right), "top_left"
+    memories    from `MEMORIES`: how arrays lie in memory
+    data        from `DATA`: what values they hold
+    alibi       from `ALIBI`: "none", slopes of (Hq,), slopes of (B, Hq)
+    scales      of scores; None is 1 / sqrt(head_dim)
+    sink        whether there are attention sinks: False, True
+    windows     False: none but (-1, -1)
+    softcap     False: none but 0
+    max_len     of any sequence, in queries or keys; a length may always be 0
+    max_heads   of q; from 2 on, some share a KV head
+    max_batch   sequences of a call; there may always be 0
+    """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     head_dims: tuple[int, ...] = tuple(range(1, 257))
@@ -121,3 +139,21 @@ class Limits:
             for f in dataclasses.fields(self)
         }
         return Limits(**values)
+
+
+NOTHING = Limits(
+    dtypes=(),
+    head_dims=(),
+    layouts=(),
+    causal=(),
+    memories=(),
+    data=(),
+    alibi=(),
+    scales=(),
+    sink=(),
+    windows=False,
+    softcap=False,
+    max_len=0,
+    max_heads=0,
+    max_batch=0,
+)

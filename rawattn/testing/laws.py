@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every attention must obey, as functions of an op and a case. Point them at your own kernel:
+"""What every attention must obey, as functions of an op and a case.
 
-op = Op(name="op", call=my_attention, xp=cupy, limits=Limits(head_dims=(64,), sink=(False,)))
-
-@given(problems(op.limits & law_matches_reference.limits))
-def test_mine(case):
-    law_matches_reference(op, case)
+README.md, "Your own kernel", points all of them at a kernel. The cases are drawn by Hypothesis,
+which the extra [test] brings.
 """
 
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from rawattn import reference
-from rawattn.testing.cases import Case, Limits
+from rawattn.testing.cases import NOTHING, Case, Limits
 from rawattn.testing.closeness import assert_close, assert_same
 from rawattn.testing.inputs import Array, Results, Tensors, tensors
 from rawattn.testing.ops import Op, expected, run
@@ -25,26 +23,47 @@ from rawattn.testing.ops import Op, expected, run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A law, callable with (op, case), and the cases that it is about."""
+    """A law, callable with (op, case), and the cases that it is about.
+
+    `needs` is what it calls an op with whatever the case is: all of it must be in the op's limits.
+    """
 
     check: Callable[[Op, Case], None]
     limits: Limits
+    needs: Limits = NOTHING
 
     @property
     def name(self) -> str:
         return self.check.__name__
+
+    def why_not(self, op: Op) -> str | None:
+        """Why this law is not about an op, in a sentence; None where it is, and where
+        `problems(op.limits & law.limits)` has cases.
+        """
+        for name in (f.name for f in fields(Limits)):
+            mine, needed, takes = (getattr(x, name) for x in (self.limits, self.needs, op.limits))
+            if getattr(self.needs & op.limits, name) != needed:
+                what = f"needs {name}={reprlib.repr(needed)}"
+            elif getattr(self.limits & op.limits, name) == ():
+                what = f"is about {name}={reprlib.repr(mine)}"
+            else:
+                continue
+            return f"{self.name} {what}, and {op.name} takes {name}={reprlib.repr(takes)}"
+        return None
 
     def __call__(self, op: Op, case: Case) -> None:
         op.record.examples += 1
         try:
             self.check(op, case)
         except AssertionError as error:
-            repro = f'python -c "{op.imports}; {self.name}({op.name}, {case!r})"'
+            repro = f"{self.name}({op.name}, {case!r})"
+            if op.imports:
+                repro = f'python -c "{op.imports}; {repro}"'
             raise AssertionError(f"{self.name} on {op.name}: {error}\n  {repro}") from error
 
 
-def law(limits: Limits) -> Callable[[Callable[[Op, Case], None]], Law]:
-    return lambda check: Law(check=check, limits=limits)
+def law(limits: Limits, needs: Limits = NOTHING) -> Callable[[Callable[[Op, Case], None]], Law]:
+    return lambda check: Law(check=check, limits=limits, needs=needs)
 
 
 def agree(op: Op, got: Results, t: Tensors) -> None:
@@ -92,6 +111,7 @@ def repack(t: Tensors, sequences: list[tuple[Array, Array, Array]]) -> Tensors:
 EVERYTHING = Limits()
 ALIGNED = tuple(range(8, 257, 8))  # head dimensions whose rows are multiples of 16 bytes
 UNMASKED = Limits(causal=(False,), windows=False, alibi=("none",), sink=(False,))
+PACKED = replace(NOTHING, layouts=("packed",))  # what `repack` needs
 
 
 @law(EVERYTHING)
@@ -124,7 +144,10 @@ def law_unused_slots_are_never_read(op: Op, case: Case) -> None:
     assert_same(run(op, other), run(op, t), case)
 
 
-@law(Limits(head_dims=ALIGNED, memories=("gaps", "transposed", "odd_ones")))
+@law(
+    Limits(head_dims=ALIGNED, memories=("gaps", "transposed", "odd_ones")),
+    needs=replace(NOTHING, memories=("contiguous",)),
+)
 def law_memory_is_invisible(op: Op, case: Case) -> None:
     """Strided arrays give the result of their contiguous copies."""
     t = tensors(case)
@@ -132,7 +155,10 @@ def law_memory_is_invisible(op: Op, case: Case) -> None:
     same(op, run(op, t), run(op, plain), t)
 
 
-@law(Limits(head_dims=ALIGNED, alibi=("none", "heads"), memories=("contiguous",)))
+@law(
+    Limits(head_dims=ALIGNED, alibi=("none", "heads"), memories=("contiguous",)),
+    needs=replace(NOTHING, layouts=("dense", "packed")),
+)
 def law_packed_is_a_loop_of_dense(op: Op, case: Case) -> None:
     """A batch gives what its sequences give one by one, as dense calls."""
     t = repack(tensors(case), tensors(case).sequences())
@@ -157,7 +183,7 @@ def law_packed_is_a_loop_of_dense(op: Op, case: Case) -> None:
         same(op, whole, (np.concatenate(outs), np.concatenate(lses, axis=-1)), t)
 
 
-@law(Limits(alibi=("none", "heads")))
+@law(Limits(alibi=("none", "heads")), needs=PACKED)
 def law_order_of_sequences(op: Op, case: Case) -> None:
     """Other neighbours in the batch leave a sequence's bits as they were."""
     t = tensors(case)
@@ -188,7 +214,7 @@ def law_order_of_heads(op: Op, case: Case) -> None:
     same(op, run(op, permuted), (out[..., q, :], lse[..., q, :]), permuted)
 
 
-@law(UNMASKED)
+@law(UNMASKED, needs=PACKED)
 def law_order_of_keys(op: Op, case: Case) -> None:
     """Without a mask, permuting keys and values together leaves out and lse."""
     t = tensors(case)
@@ -199,7 +225,7 @@ def law_order_of_keys(op: Op, case: Case) -> None:
     )
 
 
-@law(UNMASKED)
+@law(UNMASKED, needs=PACKED)
 def law_split_and_merge(op: Op, case: Case) -> None:
     """Attention over two parts of the keys, merged by lse, is attention over all of them."""
     t = tensors(case)
@@ -292,7 +318,10 @@ def law_empty_rows(op: Op, case: Case) -> None:
         assert np.isfinite(lse).all(), "lse with a sink is not finite"
 
 
-@law(Limits(causal=(False,), windows=False))
+@law(
+    Limits(causal=(False,), windows=False),
+    needs=replace(NOTHING, causal=(True,), windows=True),
+)
 def law_wide_window_is_no_window(op: Op, case: Case) -> None:
     """A window of at least S - 1 on both sides gives the bits of none; causal is a window of 0 to
     the right.

@@ -21,6 +21,11 @@ SAMPLES = 32  # of rounding errors, at least, that make the bound of a row of ou
 class Attention(Protocol):
     """A kernel: the arguments of `flash_attn_varlen_func`. Without `cu_seqlens_q`, q is dense, (B,
     Sq, Hq, D).
+
+    Every keyword below is passed in every call; what a case has not is None (for `causal` False,
+    for `window_size` (-1, -1), for `softcap` 0), and so a kernel may leave to `**others` what its
+    `Limits` exclude. `causal="top_left"` starts the diagonal at the first key, where True ends it
+    at the last. `softmax_scale=None` is 1 / sqrt(D).
     """
 
     def __call__(
@@ -50,12 +55,20 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A kernel under test. `bitwise` promises that a row's bits do not depend on what else is in
-    the batch, nor on strides that leave rows on 16 bytes.
+    """A kernel under test.
+
+    `bitwise`, which is the default, promises that a row's bits do not depend on what else is in the
+    batch, nor on strides that leave rows on 16 bytes. An op with `bitwise=False` need only be as
+    close to the reference there as anywhere. That the same call gives the same bits again, all ops
+    must obey.
+
+    `imports` are the statements that a new process needs before `name` and the laws mean something,
+    such as "from rawattn.testing import *; from test_mine import op". With them a failed law prints
+    a command that repeats it, without them the call alone.
     """
 
     name: str  # an expression that builds this op, for repro lines
-    imports: str = "from rawattn.testing import *"  # what the expression needs, and the laws
+    imports: str = ""
     call: Attention
     xp: Any = np  # where its arrays live: NumPy or CuPy
     limits: Limits = Limits()  # noqa: RUF009  frozen
@@ -158,6 +171,7 @@ def public_op(module: str, backend: str | None = None) -> Op:
     on_host = module == "numpy"
     return Op(
         name=f"public_op({module!r})",
+        imports="from rawattn.testing import *",
         call=functools.partial(_public, backend=backend),
         xp=importlib.import_module(module),
         limits=Limits() if on_host else Limits(dtypes=("float16", "bfloat16")),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 import shutil
@@ -21,7 +22,7 @@ import numpy as np
 from rawattn import registry
 from rawattn.testing import Case, Op, Record, assert_close, expected, tensors
 from rawattn.testing import run as run_op
-from tools.emulator import BuildError, EmulatorError, pack, run, tensor_map
+from tools.emulator import BuildError, EmulatorError, available, pack, run, tensor_map
 from tools.emulator.attention import attention
 
 SEEDS = 10  # schedules within which a defect must show
@@ -238,13 +239,17 @@ DEFECTS += [Defect(what=w, file="gemm_sm90.cu", old=o, new=n, run=gemm) for w, o
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    if why_not := available():
+        print(f"tests.emulator.defects: {why_not}", file=sys.stderr)
+        return 1
     missed = 0
     for defect in DEFECTS:
         caught = defect.caught()
         missed += caught is None
         seed, message = caught or ("-", "NOT CAUGHT")
         print(f"{defect.file:14} {defect.what:32} seed {seed}: {message[:200]}", flush=True)
-    return missed
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
