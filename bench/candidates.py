@@ -59,9 +59,9 @@ def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:
     t = tensors
     views = Arrays(*(view(n, getattr(t, n)) for n in ("q", "k", "v", "out", "lse")))
     specs = Arrays(*(x and x.spec for x in views))
-    scalars = forward._scalars(specs, plan.problem, t.scale, 0.0)
+    scalars = forward.kernel_scalars(specs, plan.problem, t.scale, 0.0)
     template = Template(plan, specs.q.device, scalars)
-    packed = template.pack(forward._pointers(views))
+    packed = template.pack(forward.addresses(views))
 
     def run() -> Any:
         packed()

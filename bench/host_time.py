@@ -27,11 +27,10 @@ import numpy as np
 
 from bench.cases import random_tensors
 from bench.rows import RESULTS, ROOT, append, commit, results_path, sources_digest
-from rawattn.compile import CompileError
+from rawattn.compile import CompileError, nvrtc_version
 from rawattn.dense import flash_attn_func, prepare
 from rawattn.device import Device
 from rawattn.problem import Problem
-from tools.ledger import nvrtc_version
 
 CALLS, ROUNDS = 100, 51
 PROCESSES = 5
@@ -80,7 +79,7 @@ for x in launches():
 LOAD = f"""{LAUNCHES}
 device.import_cupy().zeros(1)
 for x in launches():
-    timed(launch._function, x.kernel, x.config, 0)
+    timed(launch.load, x.kernel, x.config, 0)
 """
 
 

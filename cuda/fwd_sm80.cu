@@ -13,7 +13,7 @@
 // Registers: scores, probabilities and out stay in mma accumulators; probabilities become the A
 //   operand by renaming. They are the scarce thing: what the loop can do without is kept in shared
 //   memory or computed again.
-// Copies: cp.async, issued between the products that they run under (H200, 2026-11-30: 5 to 10 %
+// Copies: cp.async, issued between the products that they run under (H200, 2026-11-30: 4 to 10 %
 //   faster than in one burst).
 // Numerics: float32 accumulation; probabilities rounded to the storage type before P V; exponents
 //   in log2 units with the scale folded in; one division a row at the end. A row without keys has

@@ -107,7 +107,7 @@ def cubin(kernel: Kernel, config: Config, arch: str) -> Path:
     installed = _installed_nvrtc()
     entry = cache.default().find(key(installed)) if installed else None
     if entry is None:
-        version = "{}.{}".format(*_nvrtc()[1])
+        version = nvrtc_version()
         entry = cache.default().get(key(version), lambda: _build(kernel, text, arch))
     return entry / "kernel.cubin"
 
@@ -159,7 +159,7 @@ def _installed_nvrtc() -> str | None:
 
 
 @functools.cache
-def _nvrtc() -> tuple[Any, tuple[int, int]]:
+def load_nvrtc() -> tuple[Any, tuple[int, int]]:
     """The bindings of NVRTC, and its version."""
     try:
         from cuda.bindings import nvrtc
@@ -174,13 +174,18 @@ def _nvrtc() -> tuple[Any, tuple[int, int]]:
     return nvrtc, (major, minor)
 
 
+def nvrtc_version() -> str:
+    """The compiler here, "12.9". Raises CompileError where there is none."""
+    return "{}.{}".format(*load_nvrtc()[1])
+
+
 def _build(kernel: Kernel, text: str, arch: str) -> dict[str, bytes]:
     """The files of a cache entry."""
-    nvrtc, (major, _) = _nvrtc()
+    nvrtc, (major, _) = load_nvrtc()
     closure = sources(kernel)
     options = [f"-arch={arch}", *FLAGS]
     if closure.system:
-        options.append(f"-I{_header_folder(kernel, closure.system, major)}")
+        options.append(f"-I{header_folder(kernel, closure.system, major)}")
     names = [name.encode() for name, _ in closure.texts]
     texts = [source.encode() for _, source in closure.texts]
     program = _check(
@@ -226,7 +231,7 @@ def _numbered(text: str, first: int = 0, last: int | None = None) -> str:
     return "\n".join(lines[max(first, 0) : last])
 
 
-def _header_folder(kernel: Kernel, headers: tuple[str, ...], major: int) -> Path:
+def header_folder(kernel: Kernel, headers: tuple[str, ...], major: int) -> Path:
     """The folder of the CUDA headers that a kernel includes: of wheels, or of a CUDA toolkit."""
     folders = [
         wheel / name / "include" for wheel in _wheels() for name in (f"cu{major}", "cuda_runtime")

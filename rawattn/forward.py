@@ -72,7 +72,7 @@ class Call:
     def run(self, views: Arrays) -> None:
         """Fills out and lse."""
         if self.template is not None:
-            self.template.pack(_pointers(views))()
+            self.template.pack(addresses(views))()
         elif not self.plan.problem.empty:
             arrays = Arrays(*(x and x.array for x in views))
             host.run(
@@ -104,7 +104,7 @@ class Prepared:
         self._packed: Callable[[], None] | None = None
         if not self._call.new and not self._call.tables:  # nothing is left but the launch
             call, views = self._call, self._views
-            pack = call.template and call.template.pack(_pointers(views))
+            pack = call.template and call.template.pack(addresses(views))
             self._packed = pack or functools.partial(call.run, views)
 
     @property
@@ -185,7 +185,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     softcap = float(options.softcap)
     template = None
     if device is not None:
-        template = launch.Template(chosen, device, _scalars(specs, problem, scale, softcap))
+        template = launch.Template(chosen, device, kernel_scalars(specs, problem, scale, softcap))
     lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
     return Call(
         plan=chosen,
@@ -202,7 +202,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
 def _bind(arrays: Fields, options: Options) -> tuple[Call, Arrays]:
     """The kind of a call, and its views, with outputs that were not given."""
     options = plain(options)
-    views = _views(arrays, options.dtype)
+    views = views_of(arrays, options.dtype)
     call = resolve(tuple([x and x.key for x in views]), options)
     if call.neighbours:
         check_apart(views, call.neighbours)
@@ -213,7 +213,7 @@ def _bind(arrays: Fields, options: Options) -> tuple[Call, Arrays]:
     return call, Arrays(*views)
 
 
-def _views(arrays: Fields, dtype: str | None) -> list[View | None]:
+def views_of(arrays: Fields, dtype: str | None) -> list[View | None]:
     """The views of the fields of Arrays."""
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink = arrays
     views = [
@@ -243,7 +243,7 @@ def _check_lengths(call: Call, views: Arrays) -> None:
     check_lengths(call.specs, call.plan.problem, tables)
 
 
-def _pointers(views: Arrays) -> list[int]:
+def addresses(views: Arrays) -> list[int]:
     """The pointers that FwdParams begins with; 0 is an absent array."""
     return [0 if x is None else x.pointer for x in views]
 
@@ -262,7 +262,9 @@ def _steps(spec: Spec) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
-def _scalars(specs: Arrays, problem: Problem, scale: float, softcap: float) -> dict[str, float]:
+def kernel_scalars(
+    specs: Arrays, problem: Problem, scale: float, softcap: float
+) -> dict[str, float]:
     """The fields of FwdParams that neither hold an address nor are the plan's to decide."""
     packed_q, packed_k = len(specs.q.shape) == 3, len(specs.k.shape) == 3
     strides: dict[str, float] = {}

@@ -39,7 +39,7 @@ class Template:
         for launch in plan.launches:
             assert 0 < launch.grid <= MAX_GRID, launch  # a plan has no other
             shape = (launch.grid, launch.config.threads, launch.config.smem_bytes)
-            function = _function(launch.kernel, launch.config, device)
+            function = load(launch.kernel, launch.config, device)
             self._launches.append((function, shape, Params(launch, scalars)))
 
     def pack(self, pointers: Sequence[int]) -> Packed:
@@ -178,7 +178,8 @@ def _gpu() -> Gpu:
 
 
 @functools.cache
-def _function(kernel: str, config: Config, device: int) -> Function:
+def load(kernel: str, config: Config, device: int) -> Function:
+    """A kernel, compiled where it has to be, loaded once a device."""
     entry = registry.KERNELS[kernel]
     path = compile.cubin(entry, config, Device.current(device).arch)
     with on_device(device):

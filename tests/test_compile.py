@@ -171,15 +171,15 @@ def test_what_the_key_depends_on(cuda: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compile, "FLAGS", (*compile.FLAGS, "-G"))
     paths.append(compile.cubin(KERNEL, Tiny(), "sm_80"))
     monkeypatch.setattr(compile, "_installed_nvrtc", lambda: "99.1")
-    monkeypatch.setattr(compile, "_nvrtc", lambda: (None, (99, 1)))
+    monkeypatch.setattr(compile, "load_nvrtc", lambda: (None, (99, 1)))
     paths.append(compile.cubin(KERNEL, Tiny(), "sm_80"))
     assert len(set(paths)) == len(paths)
 
 
 def test_what_is_compiled_is_found_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     path = compile.cubin(KERNEL, Tiny(), "sm_80")
-    version = "{}.{}".format(*compile._nvrtc()[1])
-    monkeypatch.setattr(compile, "_nvrtc", None)
+    version = compile.nvrtc_version()
+    monkeypatch.setattr(compile, "load_nvrtc", None)
     monkeypatch.setattr(compile, "_installed_nvrtc", lambda: version)
     assert compile.cubin(KERNEL, Tiny(), "sm_80") == path
 
@@ -253,9 +253,9 @@ def test_resources_of_a_log() -> None:
 
 @pytest.fixture
 def fresh_nvrtc() -> Iterator[None]:
-    compile._nvrtc.cache_clear()
+    compile.load_nvrtc.cache_clear()
     yield
-    compile._nvrtc.cache_clear()
+    compile.load_nvrtc.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_nvrtc")

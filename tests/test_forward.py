@@ -77,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         gpu.launch, lambda: gpu.device, lambda device: types.SimpleNamespace(ptr=gpu.stream)
     )
     monkeypatch.setattr(launch, "_gpu", lambda: current)
-    monkeypatch.setattr(launch, "_function", lambda kernel, *_: launch.Function(kernel, None))
+    monkeypatch.setattr(launch, "load", lambda kernel, *_: launch.Function(kernel, None))
     monkeypatch.setattr(launch, "import_cupy", lambda: cupy)
     monkeypatch.setattr(Device, "current", lambda number: Device.named("H200"))
     monkeypatch.setattr(forward, "empty", lambda spec: View(at(OUT, *spec.shape), OUT, spec))

@@ -83,8 +83,8 @@ def status() -> str:
 
 def machine() -> Record:
     """Who ran the tests, with what."""
+    from rawattn.compile import nvrtc_version
     from rawattn.device import Device
-    from tools.ledger import nvrtc_version
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout

@@ -55,18 +55,13 @@ def label(config: registry.Config) -> str:
     return " ".join(words)
 
 
-def nvrtc_version() -> str:
-    """The compiler here, "12.9". Raises CompileError where there is none."""
-    return "{}.{}".format(*compile._nvrtc()[1])
-
-
 def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
     """What ptxas says of one kernel; from the kernel cache, or compiled."""
     found = compile.resources(kernel, config, arch)
     return Row(
         kernel=kernel.name,
         arch=arch,
-        nvrtc=nvrtc_version(),
+        nvrtc=compile.nvrtc_version(),
         config=label(config),
         registers=found.registers,
         spills=found.spill_stores + found.spill_loads,

@@ -84,9 +84,9 @@ def _cache() -> dict[str, Any]:
 def _compiler() -> dict[str, str] | str:
     """The version of NVRTC, or what is missing to compile kernels."""
     try:
-        _, (major, minor) = compile._nvrtc()
+        _, (major, minor) = compile.load_nvrtc()
         for kernel in KERNELS.values():
-            compile._header_folder(kernel, compile.sources(kernel).system, major)
+            compile.header_folder(kernel, compile.sources(kernel).system, major)
     except compile.CompileError as error:
         return f"not here: {error}"
     return {"nvrtc": f"{major}.{minor}"}

@@ -97,12 +97,12 @@ def attention(
     if cu_seqlens_q is None:
         options |= {"max_seqlen_q": None, "max_seqlen_k": None}
     call = plain(Options(return_lse=lse is not None, **options))
-    views = forward._views(arrays, None)
+    views = forward.views_of(arrays, None)
     specs = Arrays(*[x and x.spec for x in views])
     problem = problem_of(specs, call)
     scale = problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale
     chosen = plan(problem, gpu, call.backend)
-    scalars = forward._scalars(specs, problem, scale, float(call.softcap))
+    scalars = forward.kernel_scalars(specs, problem, scale, float(call.softcap))
     fields = dict(zip(Arrays._fields, [x and x.array for x in views], strict=True))
     if isinstance(seeds, int):
         keys = np.ascontiguousarray(k).view(np.uint8)
