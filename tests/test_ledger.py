@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from rawattn import registry
+from rawattn import compile, registry
 from tools import ledger
 
 JOBS = [
