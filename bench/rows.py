@@ -116,7 +116,9 @@ def groups(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 def sources_digest(root: Path = ROOT) -> str:
     """12 hex digits over the kernel sources and the Python that plans and launches them."""
     digest = hashlib.sha256()
-    for path in sorted([*root.glob("cuda/*.cu*"), *root.glob("rawattn/*.py")]):
+    for path in sorted(
+        [*root.glob("cuda/*.cu*"), *root.glob("rawattn/*.py"), *root.glob("rawattn/plan/*.py")]
+    ):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

@@ -42,7 +42,7 @@ class Config(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FwdSm80:
-    """One specialisation of ``cuda/fwd_sm80.cu``; `plan.py` chooses the values."""
+    """One specialisation of ``cuda/fwd_sm80.cu``; `plan/fwd_sm80.py` chooses the values."""
 
     element: str  # storage type, a C++ type name of cuda/types.cuh
     head_dim: int  # columns of the Q and K tiles; a stored head_dim below it is padded with zeros
@@ -129,7 +129,7 @@ def params_struct(name: str) -> type[ctypes.Structure]:
 
 
 def all_configs(arch: str) -> Iterator[tuple[Kernel, Config]]:
-    """Every Config that `plan.py` can choose on an architecture, kernel by kernel."""
+    """Every Config that a plan can choose on an architecture, kernel by kernel."""
     from rawattn import plan
 
     for kernel in KERNELS.values():

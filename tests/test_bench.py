@@ -223,13 +223,13 @@ def test_ratios_are_taken_inside_one_measurement_only() -> None:
 
 
 def test_the_digest_of_the_sources_sees_kernels_and_python(tmp_path: Path) -> None:
-    for folder in ("cuda", "rawattn"):
-        (tmp_path / folder).mkdir()
+    for folder in ("cuda", "rawattn/plan"):
+        (tmp_path / folder).mkdir(parents=True)
     digests = set()
-    for name in ("cuda/a.cu", "cuda/a.cuh", "rawattn/plan.py", "README.md"):
+    for name in ("cuda/a.cu", "cuda/a.cuh", "rawattn/launch.py", "rawattn/plan/a.py", "README.md"):
         (tmp_path / name).write_text("x")
         digests.add(rows.sources_digest.__wrapped__(tmp_path))
-    assert len(digests) == 3
+    assert len(digests) == 4
 
 
 def test_host_times_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import rawattn
 from rawattn import dense
 
 PACKAGE = Path(rawattn.__file__).parent
-FILES = sorted(PACKAGE.glob("*.py"))
+FILES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("plan/*.py")])
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -30,16 +30,22 @@ def imports(tree: ast.AST) -> set[str]:
     return names
 
 
+def module(path: Path) -> str:
+    """ "launch", "plan.base"; a package goes by its own name."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
 def at_import(path: Path) -> set[str]:
-    """Modules of the package that are imported when a file is."""
+    """Other modules of the package, by name, that are imported when a file is."""
     body = ast.parse(path.read_text()).body
     statements = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     found = imports(ast.Module(body=statements, type_ignores=[]))
-    return {name for name in (f.stem for f in FILES) if f"rawattn.{name}" in found}
+    own = {module(path), module(path).rpartition(".")[0]}  # a file names its own package
+    return {module(f) for f in FILES if f"rawattn.{module(f)}" in found} - own
 
 
 def test_imports_form_a_dag() -> None:
-    graph = {path.stem: at_import(path) for path in FILES}
+    graph = {module(path): at_import(path) for path in FILES}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert order.index("problem") < order.index("plan") < order.index("launch")
     assert order.index("launch") < order.index("forward") < order.index("dense")

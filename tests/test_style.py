@@ -37,7 +37,7 @@ METHOD = "struct S {\n  __device__ void step() const {\n" + "    int i;\n" * 59 
         ("a.py", "def f():\n" + "    x = 1\n" * 51, "f has 51 lines; at most 50"),
         ("rawattn/a.py", "import torch\n", "torch may be imported"),
         ("rawattn/a.py", "def f():\n    from torch import nn\n", "torch may be imported"),
-        ("rawattn/plan.py", "import cupy\n", "cupy may be imported"),
+        ("rawattn/plan/base.py", "import cupy\n", "cupy may be imported"),
         ("cuda/a.cuh", "int x;\n" * 300, "301 lines; at most 300"),
         ("cuda/a.cuh", LONG_CUDA + "}\n", "f has 61 lines; at most 60"),
         ("cuda/a.cuh", METHOD, "step has 61 lines; at most 60"),

@@ -50,8 +50,10 @@ def sources_digest(code: Sequence[str] = LAUNCH_CODE) -> str:
     digest = hashlib.sha256()
     for kernel in registry.KERNELS.values():
         digest.update(compile.sources(kernel).digest.encode())
-    for name in LAUNCH_CODE:  # parsed: a comment changes nothing that a GPU sees
-        digest.update(ast.dump(ast.parse((ROOT / "rawattn" / f"{name}.py").read_text())).encode())
+    for name in LAUNCH_CODE:
+        for path in sorted([*ROOT.glob(f"rawattn/{name}.py"), *ROOT.glob(f"rawattn/{name}/*.py")]):
+            # parsed: a comment changes nothing that a GPU sees
+            digest.update(ast.dump(ast.parse(path.read_text())).encode())
     return digest.hexdigest()[:16]
 
 
