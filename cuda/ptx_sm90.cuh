@@ -3,7 +3,7 @@
 // (ptx::shared_address); "cluster" addresses come from mapa. tools/emulator/include/ptx_sm90.cuh is the twin.
 #pragma once
 
-#include "ptx_sm80.cuh"
+#include "ptx_sm89.cuh"
 
 namespace ptx {
 
@@ -150,18 +150,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(unsigned dst, const unsigned (
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
-}
-
-// ---- Conversions with e4m3 (PTX ISA: cvt). `lo` lands in bits 0-7; out of range becomes the largest finite value. ----
-__device__ __forceinline__ unsigned short cvt_e4m3x2(float lo, float hi) {
-  unsigned short d;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-__device__ __forceinline__ unsigned cvt_f16x2_e4m3x2(unsigned short x) {
-  unsigned d;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(x));
-  return d;
 }
 
 // ---- Roles of warps (PTX ISA: setmaxnreg, elect.sync) ----

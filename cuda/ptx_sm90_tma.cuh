@@ -3,13 +3,9 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
+#include "tensor_map.cuh"
 
 namespace ptx {
-
-// CUtensorMap, opaque; passed by value in a __grid_constant__ parameter. Its address may only be taken there.
-struct alignas(64) TensorMap {
-  unsigned long long opaque[16];
-};
 
 // ---- Tensor copies, TMA (PTX ISA: cp.async.bulk.tensor). Coordinates in elements, innermost first. ----
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {

@@ -72,16 +72,19 @@ def unit(kernel: Kernel, config: Config) -> str:
     size = ctypes.sizeof(registry.params_struct(kernel.params))
     smem = "".join(word.capitalize() for word in kernel.name.split("_")) + "Smem"
     members = "\n".join(_member(name, getattr(config, name)) for name in names)
+    checks = f'static_assert(sizeof({kernel.params}) == {size}, "ABI: {kernel.params}");\n'
+    if config.smem_bytes:
+        checks += f"""\
+static_assert(sizeof({smem}<Config>) == Config::smem_bytes,
+              "plan and kernel disagree on shared memory");
+"""
     return f"""\
 // rawattn {kernel.name}  sources {sources(kernel).digest[:16]}
 #include "{kernel.source}"
 struct Config {{
 {members}
 }};
-static_assert(sizeof({kernel.params}) == {size}, "ABI: {kernel.params}");
-static_assert(sizeof({smem}<Config>) == Config::smem_bytes,
-              "plan and kernel disagree on shared memory");
-extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
+{checks}extern "C" __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm)
 {entry_name(kernel)}(const __grid_constant__ {kernel.params} p) {{ {kernel.name}<Config>(p); }}
 """
 

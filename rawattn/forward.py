@@ -92,9 +92,9 @@ class Prepared:
     """A call made ready: what `prepare` returns and ``plan=`` takes.
 
     It keeps the arrays alive that it was prepared with, and takes options that equal its own. On
-    the very same objects a call costs little more than its launch, and what another library has
-    queued on them is not waited for; on other arrays with the same shapes, strides, dtypes and
-    device it costs what it costs without a plan.
+    the very same objects a call, or `run`, costs little more than its launch, and what another
+    library has queued on them is not waited for; on other arrays with the same shapes, strides,
+    dtypes and device it costs what it costs without a plan.
     """
 
     def __init__(self, arrays: Fields, options: Fields) -> None:
@@ -112,7 +112,21 @@ class Prepared:
         """What runs, and why."""
         return self._call.plan
 
-    def run(self, arrays: Fields, options: Fields) -> Any:
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The same of every step, where a call has several."""
+        return (self.plan,)
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of device memory that the call needs beside its arguments."""
+        return 0
+
+    def run(self) -> Any:
+        """The call on the arrays that it was prepared with, and the current stream."""
+        return self.call(self._arrays, self._options)
+
+    def call(self, arrays: Fields, options: Fields) -> Any:
         """The call, on the current stream. ValueError where it is not the one that was prepared."""
         packed = self._packed
         if packed and all(map(is_, arrays, self._arrays)) and options == self._options:
@@ -145,7 +159,9 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
     if isinstance(plan, Prepared):
-        return plan.run(arrays, options)
+        if type(plan) is not Prepared:
+            raise ValueError("plan was prepared for another function")
+        return plan.call(arrays, options)
     if isinstance(plan, Preparer):
         return Prepared(arrays, options)
     if plan is not None:
@@ -185,7 +201,8 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     softcap = float(options.softcap)
     template = None
     if device is not None:
-        template = launch.Template(chosen, device, kernel_scalars(specs, problem, scale, softcap))
+        scalars = kernel_scalars(specs, problem, scale, softcap)
+        template = launch.Template(chosen, device, scalars, specs._asdict())
     lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
     return Call(
         plan=chosen,
@@ -244,7 +261,7 @@ def _check_lengths(call: Call, views: Arrays) -> None:
 
 
 def addresses(views: Arrays) -> list[int]:
-    """The pointers that FwdParams begins with; 0 is an absent array."""
+    """Of all arrays, in their order; 0 is an absent one."""
     return [0 if x is None else x.pointer for x in views]
 
 

@@ -110,6 +110,8 @@ class Problem:
     scores: Scores = field(default_factory=Scores)
     # every row of q, k, v and out starts on, and is a multiple of, this many bytes
     copy_bytes: int = 16
+    # whether tensor maps can describe q, k, v and out, where copy_bytes is 16
+    tma: bool = True
 
     @property
     def group(self) -> int:

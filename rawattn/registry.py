@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from rawattn.cache_configs import CopyBlocks, KvWrite, Merge, PagedV1, Rotary
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -84,6 +86,123 @@ class FwdSm80:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FwdSm90:
+    """One specialisation of ``cuda/fwd_sm90.cu``; `plan/fwd_sm90.py` chooses the values."""
+
+    element: str  # storage type, a C++ type name of cuda/types.cuh
+    head_dim: int  # columns of the Q and K tiles; a stored head_dim below it is padded with zeros
+    value_dim: int  # columns of the V and O tiles
+    block_n: int  # keys a tile
+    consumers: int  # warpgroups of 64 query rows each
+    stages: int  # tiles of K, and of V, that shared memory holds
+    q_buffers: int  # 2: the next Q loads during this tile, and out leaves through the old one's
+    pingpong: bool  # whether consumers take turns at issuing products
+    overlap: bool  # whether the exponentials are kept beside the product of P and V
+    scores: bool  # whether softcap or ALiBi steps are compiled in
+    blocks_per_sm: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def producer_registers(self) -> int:
+        """A thread; the sum over the block is what it is launched with."""
+        return {1: 56, 2: 40, 3: 32}[self.consumers]
+
+    @property
+    def consumer_registers(self) -> int:
+        return {1: 200, 2: 232, 3: 160}[self.consumers]
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(FwdSm90Smem<Config>): tiles, barriers, and descriptions of query tiles."""
+        q = self.q_buffers * self.block_m * max(self.head_dim, self.value_dim)
+        kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
+        barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2 * 2
+        return -(-(2 * (q + kv) + 8 * barriers + 2 * 44) // 1024) * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FwdSm90Self:
+    """One specialisation of ``cuda/fwd_sm90_self.cu``; `plan/fwd_sm90.py` chooses the values."""
+
+    element: str  # storage type, a C++ type name of cuda/types.cuh
+    head_dim: int  # columns of the Q and K tiles; a stored head_dim below it is padded with zeros
+    value_dim: int  # columns of the V and O tiles
+    block_n: int  # keys a tile
+    stages: int  # tiles of K, and of V, that shared memory holds
+    overlap: bool  # whether the exponentials are kept beside the product of P and V
+    scores: bool  # whether softcap or ALiBi steps are compiled in
+    blocks_per_sm: int  # resident blocks that the register limit leaves room for
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    @property
+    def block_m(self) -> int:
+        return 64
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(FwdSm90SelfSmem<Config>): tiles and barriers."""
+        q = self.block_m * max(self.head_dim, self.value_dim)
+        kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
+        return -(-(2 * (q + kv) + 8 * (1 + 2 * self.stages)) // 1024) * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSplit:
+    """One specialisation of ``cuda/decode_split.cu``; `plan/decode.py` chooses the values."""
+
+    element: str  # type of products; of q and out too, but for 8-bit caches (Params::q_bf16)
+    cache: str  # storage type of keys and values: `element`, e4m3, e5m2 or int8
+    head_dim: int  # columns of the tiles; stored sizes below it are padded with zeros
+    row_tiles: int  # tiles of 8 rows, (query, head of a group), that a warp has
+    warps: int
+    unit: int  # keys that a stage holds
+    stages: int  # of a warp
+    tma: bool  # whether pages come by tensor and bulk copies; else by cp.async
+    xmajor: bool  # layout of the cache; NHD and HND differ in strides alone
+    features: bool  # whether windows, causal rows, trees, softcap and ALiBi are compiled in
+    cluster: int  # blocks that share one segment; 1: balanced over the grid
+    blocks_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block has at a time."""
+        return 8 * self.row_tiles
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of the keys and values of a unit: KvTile<Config>::kStageBytes."""
+        item = 2 if self.cache == self.element else 1
+        return 2 * self.unit * (self.head_dim * item + (0 if self.tma or self.xmajor else 16))
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(DecodeSplitSmem<Config>)."""
+        ring = self.warps * self.stages
+        out = self.warps * 8 * (4 * (self.head_dim + 4) + 8)
+        staged = (
+            self.row_tiles > 1 or self.head_dim * (2 if self.cache == self.element else 1) > 256
+        )
+        q = 4 * self.rows * (self.head_dim + 8) if staged else 32
+        walks = 4 * 12 * (self.warps if staged else 1)
+        peers = 16 * (4 * self.head_dim if self.cluster > 1 else 1)
+        return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 4) // 1024) * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """A kernel family: everything but its Config values."""
 
@@ -104,28 +223,125 @@ KERNELS: dict[str, Kernel] = {
             params="FwdParams",
             architectures=ARCHITECTURES,
         ),
+        Kernel(
+            name="fwd_sm90",
+            source="fwd_sm90.cu",
+            config=FwdSm90,
+            params="FwdSm90Params",
+            architectures=("sm_90a",),
+        ),
+        Kernel(
+            name="fwd_sm90_self",
+            source="fwd_sm90_self.cu",
+            config=FwdSm90Self,
+            params="FwdSm90Params",
+            architectures=("sm_90a",),
+        ),
+        Kernel(
+            name="kv_write",
+            source="kv_write.cu",
+            config=KvWrite,
+            params="KvWriteParams",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="rotary",
+            source="kv_write.cu",
+            config=Rotary,
+            params="RotaryParams",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="copy_blocks",
+            source="kv_write.cu",
+            config=CopyBlocks,
+            params="CopyBlocksParams",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="paged_v1",
+            source="paged_v1.cu",
+            config=PagedV1,
+            params="PagedV1Params",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="paged_v2",
+            source="paged_v2.cu",
+            config=PagedV1,
+            params="PagedV2Params",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="paged_v2_reduce",
+            source="paged_v2.cu",
+            config=PagedV1,
+            params="PagedV2Params",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="merge",
+            source="merge.cu",
+            config=Merge,
+            params="MergeParams",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="decode_split",
+            source="decode_split.cu",
+            config=DecodeSplit,
+            params="DecodeSplitParams",
+            architectures=ARCHITECTURES,
+        ),
     )
 }
 
-C_TYPES = {
-    "int": ctypes.c_int32,
-    "long long": ctypes.c_int64,
-    "float": ctypes.c_float,
+TensorMap = ctypes.c_uint64 * 16  # ptx::TensorMap, which is aligned to 64 bytes
+C_TYPES: dict[str, tuple[Any, int]] = {  # kind, alignment
+    "int": (ctypes.c_int32, 4),
+    "long long": (ctypes.c_int64, 8),
+    "float": (ctypes.c_float, 4),
+    "ptx::TensorMap": (TensorMap, 64),
 }
+POINTER = ctypes.c_void_p, 8
 
 
 @functools.cache
 def params_struct(name: str) -> type[ctypes.Structure]:
-    """The ctypes twin of a struct of ``cuda/params.cuh``."""
-    text = (cuda_folder() / "params.cuh").read_text()
-    body = re.search(rf"struct {name} {{\n(.*?)\n}};", text, re.S)
-    if body is None:
-        raise KeyError(f"cuda/params.cuh has no struct {name}")
-    fields = []
-    for line in body[1].splitlines():
-        kind, pointer, field = re.fullmatch(r"\s*(.+?)(\*?) (\w+);.*", line).groups()  # type: ignore[union-attr]
-        fields.append((field, ctypes.c_void_p if pointer else C_TYPES[kind]))
+    """The ctypes twin of a struct of ``cuda/params.cuh``: fields that it inherits, then its own.
+
+    Padding is a field too, whose name begins with an underscore. Raises KeyError for what is not
+    there.
+    """
+    fields: list[tuple[str, Any]] = []
+    size, largest = 0, 1
+
+    def pad(alignment: int) -> None:
+        nonlocal size
+        if size % alignment:
+            fields.append((f"_{size}", ctypes.c_uint8 * (-size % alignment)))
+            size += -size % alignment
+
+    for struct in _with_bases(name, (cuda_folder() / "params.cuh").read_text()):
+        for field, (kind, alignment) in struct:
+            pad(alignment)
+            fields.append((field, kind))
+            size, largest = size + ctypes.sizeof(kind), max(largest, alignment)
+        pad(largest)
     return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def _with_bases(name: str, text: str) -> list[list[tuple[str, tuple[Any, int]]]]:
+    """Names and types of the fields of a struct, after those of the struct that it inherits."""
+    found = re.search(rf"^struct {name}(?: : (\w+))? {{\n(.*?)^}};", text, re.S | re.M)
+    if found is None:
+        raise KeyError(f"cuda/params.cuh has no struct {name}")
+    own = []
+    for line in found[2].splitlines():
+        if line.split("//")[0].strip():
+            kind, pointer, field = re.fullmatch(r"\s*(.+?)(\*?) (\w+);.*", line).groups()  # type: ignore[union-attr]
+            own.append((field, POINTER if pointer else C_TYPES[kind]))
+    return [*(_with_bases(found[1], text) if found[1] else []), own]
 
 
 def all_configs(arch: str) -> Iterator[tuple[Kernel, Config]]:

@@ -23,6 +23,7 @@ from rawattn.problem import (
     check_scalar,
     check_window,
 )
+from rawattn.tensor_map import describable
 
 
 class Arrays(NamedTuple):
@@ -83,30 +84,32 @@ def plain(options: Options) -> Options:
         raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
     return Options(
         softmax_scale=None if scale is None else check_scalar("softmax_scale", scale),
-        causal=check_causal(_python_bool(options.causal)),
+        causal=check_causal(python_bool(options.causal)),
         window_size=check_window(options.window_size),
         softcap=check_scalar("softcap", options.softcap, positive=True),
-        return_lse=_flag("return_lse", options.return_lse),
+        return_lse=flag("return_lse", options.return_lse),
         dtype=None if dtype is None else dtype_name("dtype", dtype),
         backend=backend,
-        max_seqlen_q=_count("max_seqlen_q", options.max_seqlen_q),
-        max_seqlen_k=_count("max_seqlen_k", options.max_seqlen_k),
+        max_seqlen_q=count("max_seqlen_q", options.max_seqlen_q),
+        max_seqlen_k=count("max_seqlen_k", options.max_seqlen_k),
     )
 
 
-def _python_bool(value: Any) -> Any:
+def python_bool(value: Any) -> Any:
     """A bool of NumPy as Python's; anything else as it is."""
     return bool(value) if isinstance(value, np.bool_) else value
 
 
-def _flag(name: str, value: Any) -> bool:
-    value = _python_bool(value)
+def flag(name: str, value: Any) -> bool:
+    """False or True, also NumPy's; TypeError for anything else."""
+    value = python_bool(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: accepted are False and True")
     return value
 
 
-def _count(name: str, value: Any) -> int | None:
+def count(name: str, value: Any) -> int | None:
+    """An integer, also NumPy's, or None; TypeError for anything else."""
     if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
         return None if value is None else int(value)
     raise TypeError(f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}")
@@ -117,7 +120,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
 
     Raises TypeError for dtypes and kinds of arrays, ValueError for everything else.
     """
-    _check_one_device(specs)
+    check_one_device(Arrays._fields, specs)
     q, v = specs.q, specs.v
     if q.dtype not in FLOATS:
         raise TypeError(f"q has dtype {q.dtype}: accepted are {', '.join(FLOATS)}")
@@ -134,12 +137,12 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             f"head sizes are {head_dim} (q, k) and {value_dim} (v): accepted are sizes from 1"
         )
     shapes = result_shapes(q.shape, value_dim)
-    _expect("out", specs.out, shapes[0], q.dtype)
-    _expect("lse", specs.lse, shapes[1], "float32")
-    _expect("sink", specs.sink, (q_heads,), "float32")
+    expect("out", specs.out, shapes[0], q.dtype)
+    expect("lse", specs.lse, shapes[1], "float32")
+    expect("sink", specs.sink, (q_heads,), "float32")
     slopes = specs.alibi_slopes
     per_batch = slopes is not None and len(slopes.shape) == 2
-    _expect("alibi_slopes", slopes, (batch, q_heads) if per_batch else (q_heads,), "float32")
+    expect("alibi_slopes", slopes, (batch, q_heads) if per_batch else (q_heads,), "float32")
     for name, spec in zip(Arrays._fields, specs, strict=True):
         if spec is not None:
             check_layout(name, spec, output=name in ("out", "lse"))
@@ -163,7 +166,14 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             reversed=scale is not None and check_scalar("softmax_scale", scale) <= 0,
         ),
         copy_bytes=_copy_bytes(specs),
+        tma=_tma(specs, k_rows),
     )
+
+
+def _tma(specs: Arrays, k_rows: Rows) -> bool:
+    """Whether tensor maps can describe what has rows of columns."""
+    given = (specs.q, specs.k, specs.v, specs.out)
+    return all(x is None or describable(x, ragged=k_rows is Rows.PADDED) for x in given)
 
 
 def result_shapes(q: tuple[int, ...], value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -176,13 +186,13 @@ def _queries(specs: Arrays, options: Options) -> tuple[int, int, Rows]:
     """Batch, longest query and row layout."""
     q, table = specs.q, specs.cu_seqlens_q
     if table is None:
-        _expect("q", q, ("batch", "q_len", "q_heads", "head_dim"), q.dtype)
+        expect("q", q, ("batch", "q_len", "q_heads", "head_dim"), q.dtype)
         return q.shape[0], q.shape[1], Rows.DENSE
-    _expect("q", q, ("total_q", "q_heads", "head_dim"), q.dtype)
-    _expect("cu_seqlens_q", table, ("batch + 1",), "int32")
+    expect("q", q, ("total_q", "q_heads", "head_dim"), q.dtype)
+    expect("cu_seqlens_q", table, ("batch + 1",), "int32")
     if table.shape == (0,):
         raise ValueError("cu_seqlens_q has shape (0,): accepted is (batch + 1,)")
-    return table.shape[0] - 1, _bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]), Rows.PACKED
+    return table.shape[0] - 1, bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]), Rows.PACKED
 
 
 def _keys(specs: Arrays, options: Options, batch: int) -> tuple[int, Rows]:
@@ -199,14 +209,14 @@ def _keys(specs: Arrays, options: Options, batch: int) -> tuple[int, Rows]:
         lead, rows = (batch, "k_len"), Rows.PADDED if used else Rows.DENSE
     else:
         lead, rows = ("total_k",), Rows.PACKED_USED if used else Rows.PACKED
-    _expect("k", k, (*lead, "kv_heads", head_dim), dtype)
-    _expect("v", specs.v, (*k.shape[:-1], "value_dim"), dtype)
-    _expect("cu_seqlens_k", specs.cu_seqlens_k, (batch + 1,), "int32")
-    _expect("seqused_k", specs.seqused_k, (batch,), "int32")
-    return _bound("max_seqlen_k", options.max_seqlen_k, k.shape[-3]), rows
+    expect("k", k, (*lead, "kv_heads", head_dim), dtype)
+    expect("v", specs.v, (*k.shape[:-1], "value_dim"), dtype)
+    expect("cu_seqlens_k", specs.cu_seqlens_k, (batch + 1,), "int32")
+    expect("seqused_k", specs.seqused_k, (batch,), "int32")
+    return bound("max_seqlen_k", options.max_seqlen_k, k.shape[-3]), rows
 
 
-def _expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], dtype: str) -> None:
+def expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], *dtypes: str) -> None:
     """TypeError or ValueError for an array of another dtype or shape; words are any size."""
     if spec is None:
         return
@@ -215,11 +225,12 @@ def _expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], dtype: s
     ):
         accepted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} has shape {spec.shape}: accepted is ({accepted})")
-    if spec.dtype != dtype:
-        raise TypeError(f"{name} has dtype {spec.dtype}: accepted is {dtype}")
+    if spec.dtype not in dtypes:
+        verb = "is" if len(dtypes) == 1 else "are"
+        raise TypeError(f"{name} has dtype {spec.dtype}: accepted {verb} {', '.join(dtypes)}")
 
 
-def _bound(name: str, value: int | None, rows: int) -> int:
+def bound(name: str, value: int | None, rows: int) -> int:
     """A longest length: what the caller says, or as many rows as there are."""
     if value is None:
         return rows
@@ -228,17 +239,19 @@ def _bound(name: str, value: int | None, rows: int) -> int:
     return min(value, rows)
 
 
-def _check_one_device(specs: Arrays) -> None:
-    for name, spec in zip(Arrays._fields, specs, strict=True):
-        if spec is None or spec.device == specs.q.device:
+def check_one_device(names: Sequence[str], specs: Sequence[Spec | None]) -> None:
+    """TypeError for arrays of NumPy among those of a GPU, ValueError for arrays of two GPUs."""
+    given = [(name, spec) for name, spec in zip(names, specs, strict=True) if spec is not None]
+    first, like = given[0]
+    for name, spec in given:
+        if spec.device == like.device:
             continue
-        if spec.device is None or specs.q.device is None:
-            kinds = [
-                f"{n} is a {_place(s.device)} array" for n, s in (("q", specs.q), (name, spec))
-            ]
+        if spec.device is None or like.device is None:
+            kinds = [f"{n} is a {_place(s.device)} array" for n, s in ((first, like), (name, spec))]
             raise TypeError(f"{', '.join(kinds)}: accepted are arrays of one kind")
         raise ValueError(
-            f"q is on CUDA device {specs.q.device}, {name} on {spec.device}: accepted is one device"
+            f"{first} is on CUDA device {like.device}, {name} on {spec.device}: accepted is one "
+            "device"
         )
 
 
@@ -263,7 +276,12 @@ def _copy_bytes(specs: Arrays) -> int:
 def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) -> None:
     """ValueError that names the argument in which two calls, specs and options, differ."""
     names = Arrays._fields + Options._fields
-    for name, here, there in zip(names, sum(found, ()), sum(prepared, ()), strict=True):
+    check_same_values(names, sum(found, ()), sum(prepared, ()))
+
+
+def check_same_values(names: Sequence[str], found: Sequence[Any], prepared: Sequence[Any]) -> None:
+    """ValueError that names the first value that differs."""
+    for name, here, there in zip(names, found, prepared, strict=True):
         if here != there:
             raise ValueError(
                 f"{name}: the plan was prepared for {_words(there)}, found {_words(here)}"
@@ -285,19 +303,27 @@ class Neighbours(NamedTuple):
     others: tuple[tuple[int, int], ...]  # place in Arrays, bytes
 
 
-def neighbours(given: Arrays) -> tuple[Neighbours, ...]:
+OUTPUTS = tuple(Arrays._fields.index(name) for name in ("out", "lse"))
+
+
+def neighbours(
+    given: Sequence[Spec | None], outputs: Sequence[int] = OUTPUTS
+) -> tuple[Neighbours, ...]:
     """For `check_apart`. Outputs that are not given are new, and apart from everything."""
     extents = {place: spec.extent for place, spec in enumerate(given) if spec is not None}
     found = []
-    for name in ("out", "lse"):
-        place = Arrays._fields.index(name)
+    for place in outputs:
         size = extents.pop(place, None)  # and so lse is not compared with out once more
         if size is not None:
             found.append(Neighbours(place, -size, tuple(extents.items())))
     return tuple(found)
 
 
-def check_apart(views: Sequence[Any], outputs: tuple[Neighbours, ...]) -> None:
+def check_apart(
+    views: Sequence[Any],
+    outputs: tuple[Neighbours, ...],
+    fields: Sequence[str] = Arrays._fields,
+) -> None:
     """ValueError where an output shares memory with another array of the call."""
     for output, before, others in outputs:
         start = views[output].pointer
@@ -305,7 +331,7 @@ def check_apart(views: Sequence[Any], outputs: tuple[Neighbours, ...]) -> None:
             if before < start - views[other].pointer < size and share_memory(
                 views[output], views[other]
             ):
-                names = Arrays._fields[output], Arrays._fields[other]
+                names = fields[output], fields[other]
                 raise ValueError(
                     f"{names[0]} shares memory with {names[1]}: accepted is an output of its own"
                 )
@@ -317,20 +343,20 @@ def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence
     `tables` holds those that were given of cu_seqlens_q, cu_seqlens_k and seqused_k.
     """
     if "cu_seqlens_q" in tables:
-        lengths = _lengths("cu_seqlens_q", tables["cu_seqlens_q"], specs.q.shape[0])
-        _check_each(
+        lengths = row_lengths("cu_seqlens_q", tables["cu_seqlens_q"], specs.q.shape[0])
+        check_each(
             "the rows that cu_seqlens_q gives sequence", lengths, [problem.max_q] * len(lengths)
         )
     lengths = [specs.k.shape[-3]] * problem.batch
     if "cu_seqlens_k" in tables:
-        lengths = _lengths("cu_seqlens_k", tables["cu_seqlens_k"], specs.k.shape[0])
+        lengths = row_lengths("cu_seqlens_k", tables["cu_seqlens_k"], specs.k.shape[0])
     if "seqused_k" in tables:
-        _check_each("seqused_k of sequence", tables["seqused_k"], lengths)
+        check_each("seqused_k of sequence", tables["seqused_k"], lengths)
         lengths = list(tables["seqused_k"])
-    _check_each("the keys of sequence", lengths, [problem.max_k] * len(lengths))
+    check_each("the keys of sequence", lengths, [problem.max_k] * len(lengths))
 
 
-def _lengths(name: str, table: Sequence[int], rows: int) -> list[int]:
+def row_lengths(name: str, table: Sequence[int], rows: int) -> list[int]:
     """The lengths of the sequences that a table of first rows describes."""
     floor = 0
     for index, first in enumerate(table):
@@ -340,7 +366,8 @@ def _lengths(name: str, table: Sequence[int], rows: int) -> list[int]:
     return [after - first for first, after in itertools.pairwise(table)]
 
 
-def _check_each(what: str, values: Sequence[int], limits: Sequence[int]) -> None:
+def check_each(what: str, values: Sequence[int], limits: Sequence[int]) -> None:
+    """ValueError, with the index at fault, for a value that is not from 0 to its limit."""
     for index, (value, limit) in enumerate(zip(values, limits, strict=True)):
         if not 0 <= value <= limit:
             raise ValueError(f"{what} {index}: found {value}, accepted are 0 to {limit}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resource ledger: registers, spills, stack and shared memory of every kernel that a plan can
-choose.
+"""The resource ledger: registers, spills, stack, shared memory and overlap of every kernel that a
+plan can choose.
 
     python -m tools.ledger            compare tests/ledger.csv with what the compiler says now
     python -m tools.ledger --write    rewrite it
 
-Needs NVRTC, no GPU. Cubins come from the kernel cache; a cold run compiles every Config for every
-architecture.
+Needs NVRTC, and nvdisasm for kernels with wgmma; no GPU. Cubins come from the kernel cache; a cold
+run compiles every Config for every architecture.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from rawattn import compile, registry
+from tools import sass
 
 LEDGER = Path(__file__).resolve().parent.parent / "tests" / "ledger.csv"
+WGMMA = "ptx_sm90_wgmma.cuh"  # what kernels with wgmma include
+
+Job = Callable[[registry.Kernel, registry.Config, str], "Row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -39,6 +43,21 @@ class Row:
     stack: int  # bytes a thread
     smem: int  # dynamic shared memory, bytes a block
     warnings: str
+    # what became of the wgmma of a kernel that has them, see tools/sass.py
+    wgmma: int = 0
+    waits: int = 0
+    ex2: int = 0
+    ex2_under_pv: int = 0
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What no kernel may have."""
+        found = [f"{self.spills} bytes of spills"] if self.spills else []
+        if self.warnings:
+            found.append(self.warnings)
+        if self.wgmma and 2 * self.waits > self.wgmma:
+            found.append(f"{self.waits} waits for {self.wgmma} wgmma: serialized")
+        return tuple(found)
 
 
 def label(config: registry.Config) -> str:
@@ -55,7 +74,7 @@ def label(config: registry.Config) -> str:
     return " ".join(words)
 
 
-def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
+def compiled(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
     """What ptxas says of one kernel; from the kernel cache, or compiled."""
     found = compile.resources(kernel, config, arch)
     return Row(
@@ -71,11 +90,19 @@ def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
     )
 
 
-def measure_all(arches: Iterable[str], workers: int) -> Iterator[Row]:
+def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
+    """What ptxas says of one kernel, and what it made of its wgmma."""
+    row = compiled(kernel, config, arch)
+    if all(name != WGMMA for name, _ in compile.sources(kernel).texts):
+        return row
+    return replace(row, **asdict(sass.overlap(compile.cubin(kernel, config, arch))))
+
+
+def measure_all(arches: Iterable[str], workers: int, job: Job = measure) -> Iterator[Row]:
     """Every registered Config for each architecture, in no order."""
     jobs = [(k, c, arch) for arch in arches for k, c in registry.all_configs(arch)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for done, row in enumerate(pool.map(measure, *zip(*jobs, strict=True)), 1):
+        for done, row in enumerate(pool.map(job, *zip(*jobs, strict=True)), 1):
             if sys.stderr.isatty() or done % 50 == 0 or done == len(jobs):
                 end = "\r" if sys.stderr.isatty() and done < len(jobs) else "\n"
                 print(f"compiled {done} of {len(jobs)}", end=end, file=sys.stderr, flush=True)
@@ -108,9 +135,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     options = parser.parse_args()
     found = set(measure_all(options.arch, options.workers))
-    bad = [row for row in found if row.spills or row.warnings]
+    bad = [row for row in found if row.faults]
     for row in sorted(bad):
-        print(f"{row.arch} {row.kernel} {row.config}: {row.spills} bytes spilled; {row.warnings}")
+        print(f"{row.arch} {row.kernel} {row.config}: {'; '.join(row.faults)}")
     if options.write:
         write(found | {row for row in read() if row.arch not in options.arch})
         print(f"wrote {LEDGER}")

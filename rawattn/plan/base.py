@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn.device import Device
 from rawattn.problem import Unsupported
@@ -13,6 +13,41 @@ from rawattn.registry import Config
 
 ELEMENTS = {"float16": "fp16", "bfloat16": "bf16"}
 MAX_GRID = 2**31 - 1  # blocks that CUDA launches
+RAGGED = 2**30  # of `TensorMap.ragged`: more rows than a sequence may have
+
+
+class Part(NamedTuple):
+    """A dimension of a tensor map along a part of an axis: `size` elements that are `step` apart;
+    0: as many as the axis has, which `step` must divide.
+
+    ``(Part(2, 1, group), Part(2, group))`` splits heads in those of a group, and groups.
+    """
+
+    axis: int
+    step: int
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """A field of Params that describes an array to the tensor copies (TMA) of Hopper.
+
+    Axes count as in a dense array (batch, row, head, column); a packed one has a batch of 1. An
+    axis may be left out where it has one element.
+    """
+
+    field: str  # ptx::TensorMap of Params
+    array: str  # argument of the call
+    box: tuple[int, ...]  # elements of each dimension that one copy moves, innermost first
+    axes: tuple[int | Part, ...] = (3, 1, 2, 0)  # dimensions, innermost first
+    swizzle: int = 128  # bytes: 0, 32, 64 or 128; a row of the box has no more
+    l2: int = 256  # bytes that L2 fetches at least: 0, 64, 128 or 256
+    # Whether copies end where a sequence does: what lies behind is neither read nor written. Axes
+    # are (3, 1, 2), and two dimensions follow. Row i of a sequence of `length` rows from `first` on
+    # is at (column, RAGGED - length + i, head, RAGGED, first + length): clipped in the second one,
+    # at an address from which 2**64 drops out. The sequences of a dense array are taken as rows of
+    # a packed one, a whole number of rows apart.
+    ragged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +56,19 @@ class Launch:
 
     kernel: str
     config: Config
-    grid: int
+    grid: int  # blocks
     scalars: tuple[tuple[str, int], ...] = ()
+    maps: tuple[TensorMap, ...] = ()
+    cluster: int = 1  # blocks of a cluster; divides the grid
+    # Whether it may start before the launch in front of it on the stream has ended: the kernel
+    # executes griddepcontrol.wait before it touches what that one wrote or reads, counters included
+    dependent: bool = False
+    # int32 in device memory that Params::tile_counter points to, where there is such a field: 0
+    # when the kernel starts, and it leaves them 0
+    counters: int = 8
+    # that Params::workspace points to, where there is such a field: 16-byte aligned, they hold
+    # anything at first. The launches of a plan share them.
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +90,14 @@ class Backend:
     launches: Callable[[Any, Device], tuple[Launch, ...]]
 
 
+def _refuse_reference(p: Any, device: Device) -> str | None:
+    return None if device.arch == "host" else f"takes NumPy arrays, found arrays on {device.name}"
+
+
+# NumPy: what the caller computes where a plan has no launches.
+REFERENCE = Backend(name="reference", refuses=_refuse_reference, launches=lambda p, device: ())
+
+
 def choose(backends: Sequence[Backend], problem: Any, device: Device, forced: str | None) -> Plan:
     """The plan of the first backend that does not refuse, or of the one that is forced by name.
 
@@ -59,11 +113,13 @@ def choose(backends: Sequence[Backend], problem: Any, device: Device, forced: st
             continue
         reason = candidate.refuses(problem, device)
         if reason is None:
+            launches = () if problem.empty else candidate.launches(problem, device)
             return Plan(
                 problem=problem,
                 device=device,
                 backend=candidate.name,
-                launches=() if problem.empty else candidate.launches(problem, device),
+                launches=launches,
+                workspace_bytes=max((launch.workspace_bytes for launch in launches), default=0),
                 why=tuple(passed_over),
             )
         passed_over.append(f"{candidate.name}: {reason}")

@@ -5,61 +5,24 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rawattn import compile, forward, registry
+from rawattn import forward
 from rawattn.device import DEVICES, Device
-from rawattn.plan import Plan, plan
+from rawattn.plan import plan
 from rawattn.request import Arrays, Options, plain, problem_of
 from rawattn.testing import Limits, Op
 from tools.emulator.build import EmulatorError
-from tools.emulator.driver import run
+from tools.emulator.plans import run_plan
 
 # Few configs, since g++ takes seconds for each, and small cases.
 LIMITS = Limits(
     dtypes=("float16", "bfloat16"), head_dims=(40, 64), max_len=150, max_heads=4, max_batch=3
 )
-
-
-def run_plan(
-    plan: Plan,
-    scalars: Mapping[str, float],
-    arrays: Mapping[str, np.ndarray | None],
-    seed: int,
-    *,
-    kernels: Path | None = None,
-    flags: Sequence[str] = (),
-) -> None:
-    """Runs the launches of `plan`. `arrays` are the pointers of its Params by field, `scalars` the
-    fields that the plan does not decide. Only `out` and `lse` may be written. `kernels` is the
-    folder of the sources, where it is another than the package's; `flags` are for g++. Raises
-    EmulatorError.
-    """
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        if name not in ("out", "lse"):
-            given[name] = array.view()
-            given[name].flags.writeable = False
-    for launch in plan.launches:
-        kernel = registry.KERNELS[launch.kernel]
-        pointers = {name: array.ctypes.data for name, array in given.items()}
-        struct = registry.params_struct(kernel.params)
-        run(
-            compile.unit(kernel, launch.config),
-            compile.entry_name(kernel),
-            bytes(struct(**scalars, **dict(launch.scalars), **pointers)),
-            launch.grid,
-            launch.config.threads,
-            launch.config.smem_bytes,
-            list(given.values()),
-            seed,
-            folders=(kernels or registry.cuda_folder(),),
-            flags=flags,
-        )
 
 
 def attention(
@@ -82,7 +45,7 @@ def attention(
 ) -> None:
     """`flash_attn_varlen_func`, or without `cu_seqlens_q` `flash_attn_func`, as `device` would run
     it, a GPU by its short name. `options` are those of `request.Options`; `kernels` and `flags` are
-    those of `run_plan`.
+    those of `plans.run_launch`.
 
     It runs once for each of `seeds`, or for so many that are drawn from the call; the results must
     have the same bits. Raises EmulatorError where they have not, and what the function raises.
@@ -111,7 +74,7 @@ def attention(
     folder = None if kernels is None else Path(kernels)
     results = set()
     for seed in seeds:
-        run_plan(chosen, scalars, fields, seed, kernels=folder, flags=flags)
+        run_plan(chosen, fields, scalars, seed, kernels=folder, flags=flags)
         results.add((out.tobytes(), b"" if lse is None else lse.tobytes()))
     if len(results) > 1:
         raise EmulatorError(f"seeds {list(seeds)} give different results")

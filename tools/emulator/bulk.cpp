@@ -360,12 +360,12 @@ void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, i
   o->bytes = rows * row_bytes;
   shared(self, address, o->bytes, 16, what);
   for (u32 row = 0; row < rows; ++row) {
-    u8* line = m.base;
+    u64 line = u64(m.base);  // wraps around, as of ragged maps
     bool inside = true;
     for (u32 i = 1, left = row; i < m.rank; left /= m.box[i], ++i) {
       const long long c = at[i] + static_cast<long long>(left % m.box[i]);
       inside &= c >= 0 && c < m.dim[i];
-      line += c * static_cast<long long>(m.stride[i]);
+      line += u64(c) * m.stride[i];
     }
     const long long low = -static_cast<long long>(at[0]) *
                           m.element_bytes;  // the tensor's row, in bytes of the box's row
@@ -375,7 +375,7 @@ void tensor_copy(Bulk kind, u32 address, const void* map, u32 bar, u32 blocks, i
       const long long from = std::clamp(low - byte, 0ll, 16ll),
                       to = std::clamp(high - byte, 0ll, 16ll);
       if (inside && from < to) {
-        c = {c.offset, line - low + byte, u8(from), u8(to)};
+        c = {c.offset, reinterpret_cast<u8*>(line - low + byte), u8(from), u8(to)};
         global(self, c.global + from, u32(to - from), 1, kind != Bulk::load, what);
       }
       o->chunks.push_back(c);

@@ -13,9 +13,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
+from rawattn.arrays import DTYPES, view
+from rawattn.plan.base import TensorMap
+from rawattn.tensor_map import ENCODED_DTYPES, SWIZZLES, Described, describe
 from tools.emulator.build import KERNELS, EmulatorError, compile_unit
 
 Size = int | Sequence[int]
@@ -170,17 +172,6 @@ def pack(*values: np.ndarray | int | float | bytes) -> bytes:
     return data
 
 
-SWIZZLES = (0, 32, 64, 128)  # bytes
-ELEMENTS = {  # as CUtensorMapDataType
-    np.dtype(np.uint8): 0,
-    np.dtype(ml_dtypes.float8_e4m3fn): 0,
-    np.dtype(np.uint16): 1,
-    np.dtype(np.uint32): 2,
-    np.dtype(np.int32): 3,
-    np.dtype(np.float16): 6,
-    np.dtype(np.float32): 7,
-    np.dtype(ml_dtypes.bfloat16): 9,
-}
 MAGIC = 0x70616D20756D6520  # as bulk.cpp has it
 
 
@@ -190,36 +181,51 @@ def tensor_map(array: np.ndarray, box: Sequence[int], *, swizzle: int = 0) -> by
     The last axis is innermost, and `box` has the order of the axes. Raises ValueError where
     cuTensorMapEncodeTiled would refuse, and for swizzled boxes whose rows are not `swizzle` bytes.
     """
-    strides = array.strides[::-1]
-    row = box[-1] * array.itemsize
-    requirements = {
-        f"dtype {array.dtype}": array.dtype in ELEMENTS,
-        f"{array.ndim} axes, box of {len(box)}": 1 <= array.ndim <= 5 and len(box) == array.ndim,
-        f"address {array.ctypes.data:#x}: not a multiple of 16": array.ctypes.data % 16 == 0,
-        f"innermost stride of {strides[0]} bytes": strides[0] == array.itemsize,
-        f"strides {strides}: not multiples of 16": all(s % 16 == 0 for s in strides[1:]),
-        f"box {tuple(box)}: accepted are 1 to 256": all(1 <= b <= 256 for b in box),
-        f"shape {array.shape}": all(array.shape),
-        f"a row of the box has {row} bytes: accepted are multiples of 16": row % 16 == 0,
-        f"swizzle {swizzle}: accepted are {SWIZZLES}": swizzle in SWIZZLES,
-        f"a row of the box has {row} bytes, the swizzle {swizzle}": swizzle in (0, row),
-    }
-    for what, kept in requirements.items():
-        if not kept:
-            raise ValueError(f"tensor map: {what}")
-    pad = (0,) * (5 - array.ndim)
+    axes = tuple(reversed(range(array.ndim)))
+    wanted = TensorMap(field="map", array="array", box=tuple(box[::-1]), axes=axes, swizzle=swizzle)
+    made = ctypes.create_string_buffer(encode(describe(wanted, view("array", array).spec)))
+    move(ctypes.addressof(made), array.ctypes.data)
+    return made.raw[:-1]
+
+
+def encode(described: Described) -> bytes:
+    """What a kernel of the emulator takes for a CUtensorMap of an array at address 0.
+
+    ValueError for swizzled boxes whose rows are not as long as the pattern: there the emulator does
+    not know where bytes go.
+    """
+    itemsize = DTYPES[described.dtype].itemsize
+    row = described.box[0] * itemsize
+    if described.swizzle not in (0, row):
+        raise ValueError(
+            f"tensor map: a row of the box has {row} bytes, the swizzle {described.swizzle}: "
+            "accepted is the same"
+        )
+    rank = len(described.sizes)
+    pad = (0,) * (5 - rank)
     return struct.pack(
         "<QQ5I5I5Q4B",
         MAGIC,
-        array.ctypes.data,
-        *(*array.shape[::-1], *pad),
-        *(*box[::-1], *pad),
-        *(*strides, *pad),
-        array.ndim,
-        ELEMENTS[array.dtype],
-        array.itemsize,
-        SWIZZLES.index(swizzle),
+        0,
+        *(*described.sizes, *pad),
+        *(*described.box, *pad),
+        *(itemsize, *described.strides, *pad),
+        rank,
+        ENCODED_DTYPES[described.dtype],
+        itemsize,
+        SWIZZLES.index(described.swizzle),
     ).ljust(128, b"\0")
+
+
+def move(place: int, address: int) -> int:
+    """Gives the map at `place` the address of its array; 0, as of a driver that has done so.
+
+    ValueError for an address that is no multiple of 16.
+    """
+    if address % 16:
+        raise ValueError(f"tensor map: address {address:#x}: accepted are multiples of 16")
+    ctypes.c_uint64.from_address(place + 8).value = address
+    return 0
 
 
 # ---- Messages ----

@@ -53,6 +53,17 @@ inline unsigned to_e4m3(float x) {
   return sign | (bits - (120u << 23) + 0x7ffff + (bits >> 20 & 1)) >> 20;
 }
 
+// cvt.rn.satfinite.e5m2x2.f32. e5m2 is the upper byte of a half.
+inline unsigned to_e5m2(float x) {
+  if (x != x) return 0x7f;
+  const unsigned sign = std::signbit(x) ? 0x80 : 0;
+  const float magnitude = std::fabs(x);
+  if (magnitude >= 57344.f) return sign | 0x7b;
+  const unsigned bits = std::bit_cast<unsigned>(magnitude);
+  if (magnitude < 0x1p-14f) return sign | unsigned(std::nearbyint(magnitude * 0x1p16f));
+  return sign | (bits - (112u << 23) + 0xfffff + (bits >> 21 & 1)) >> 21;
+}
+
 // .ftz: subnormals become zeros of the same sign.
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 

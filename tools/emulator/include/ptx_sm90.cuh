@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Twin of cuda/ptx_sm90.cuh for the emulator: the same names and signatures, as calls into the runtime.
 #pragma once
-#include "ptx_sm80.cuh"
+#include "ptx_sm89.cuh"
 
 namespace emu {
 
@@ -86,13 +86,6 @@ inline void bulk_wait_group() {
 inline void stmatrix_x4(unsigned dst, const unsigned (&r)[4]) { emu::store_matrix(dst, r, false); }
 inline void stmatrix_x4_trans(unsigned dst, const unsigned (&r)[4]) {
   emu::store_matrix(dst, r, true);
-}
-
-inline unsigned short cvt_e4m3x2(float lo, float hi) {
-  return static_cast<unsigned short>(emu::to_e4m3(lo) | emu::to_e4m3(hi) << 8);
-}
-inline unsigned cvt_f16x2_e4m3x2(unsigned short x) {
-  return emu::to_f16(emu::from_e4m3(x & 0xff)) | emu::to_f16(emu::from_e4m3(x >> 8)) << 16;
 }
 
 template <int kRegisters>

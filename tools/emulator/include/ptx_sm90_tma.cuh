@@ -2,6 +2,7 @@
 // Twin of cuda/ptx_sm90_tma.cuh for the emulator.
 #pragma once
 #include "ptx_sm90.cuh"
+#include "tensor_map.cuh"
 
 namespace emu {
 
@@ -12,10 +13,6 @@ void check_tensor_map(const void* map);
 }  // namespace emu
 
 namespace ptx {
-
-struct alignas(64) TensorMap {
-  unsigned long long opaque[16];
-};
 
 inline void prefetch_tensormap(const TensorMap* map) { emu::check_tensor_map(map); }
 inline void tma_load_2d(unsigned dst, const TensorMap* map, unsigned bar, int c0, int c1) {
