@@ -21,6 +21,7 @@
 #include "mask.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
+#include "scores.cuh"
 #include "seqlen.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -147,26 +148,6 @@ struct FwdSm80Warp {
           Element::mma(s[mt][2 * pair], q[step % kQSlots][mt], b[i % kRing][0], b[i % kRing][1]);
           Element::mma(s[mt][2 * pair + 1], q[step % kQSlots][mt], b[i % kRing][2],
                        b[i % kRing][3]);
-        }
-      }
-    }
-  }
-
-  // Scale, softcap, ALiBi: s becomes scores in log2 units.
-  __device__ __forceinline__ void modify_scores(int k_minus_q, float slope_log2, int tile_key) {
-    const float cap = p.softcap_log2;
-    const float scale_over_cap = cap > 0.f ? p.scale_log2 / cap : 0.f;
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int row = warp_row() + 16 * mt + 8 * (e / 2) + lane() / 4;
-          const int key = tile_key + first_key() + 8 * nt + 2 * (lane() % 4) + e % 2;
-          float x = s[mt][nt][e];
-          x = cap > 0.f ? cap * tanhf(x * scale_over_cap) : x * p.scale_log2;
-          s[mt][nt][e] = x - slope_log2 * fabsf(static_cast<float>(row + k_minus_q - key));
         }
       }
     }
@@ -387,11 +368,12 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
     });
     if constexpr (C::scores) {
       const Sequence seq = sequence(p, warp.at.query.batch);
-      warp.modify_scores(seq.k_len - seq.q_len, slope_log2, first_key);
+      modify_scores(warp.s, p, slope_log2, seq.k_len - seq.q_len, warp.warp_row(),
+                    first_key + warp.first_key(), warp.lane());
     }
     if constexpr (kMasked) {
-      mask_scores(warp.s, KeyInterval(p, sequence(p, warp.at.query.batch)), warp.warp_row(),
-                  first_key + warp.first_key(), warp.lane());
+      mask_scores<true>(warp.s, KeyInterval(p, sequence(p, warp.at.query.batch)), warp.warp_row(),
+                        first_key + warp.first_key(), warp.lane());
     }
     warp.softmax.template update<C::vote_rescale>(
         warp.s, warp.out, C::scores ? 1.f : p.scale_log2,

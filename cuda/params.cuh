@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every by-value parameter struct. rawattn/registry.py reads this file: it is the only definition
 // of their layout. One field a line, `type name;`, shape or unit beside it. Strides count elements.
-// A null pointer is an absent tensor.
+// A null pointer is an absent tensor. A struct may inherit another one, which inherits none.
 #pragma once
+
+#include "tensor_map.cuh"
 
 struct FwdParams {
   const void* q;  // [batch, q_len, q_heads, head_dim], or packed [total_q, q_heads, head_dim]
@@ -45,4 +47,254 @@ struct FwdParams {
   int top_left;        // 1: the diagonal of row i is key i; 0: key i + k_len - q_len
   float scale_log2;    // softmax scale times log2(e): scores are in log2 units
   float softcap_log2;  // c log2(e) of c * tanh(s / c); 0: none
+};
+
+// fwd_sm90 and fwd_sm90_self. Dimensions of the maps are (column, row, head, batch); a packed tensor
+// has one batch. There are as many columns as are stored: copies fill a wider tile with zeros.
+struct FwdSm90Params : FwdParams {
+  int* tile_counter;       // [2] next query tile; blocks that have run dry. Zero before and after
+  int schedule;            // TileOrder of schedule.cuh: how blocks share the query tiles
+  ptx::TensorMap q_map;    // box: columns of a chunk x 64 rows
+  ptx::TensorMap k_map;    // box: columns of a chunk x block_n rows
+  ptx::TensorMap v_map;    // the same; ragged (rawattn/plan/base.py) where keys have tables
+  ptx::TensorMap out_map;  // box: columns of a chunk x 64 rows; ragged where packed
+};
+
+// Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the layout,
+// element (block, token of the page, head, d) of keys lies at block * stride_k_block + token *
+// stride_k_token + head * stride_k_head + d / x * stride_k_chunk + d % x, with x = 16 bytes of
+// elements (NHD, HND: stride_k_chunk is x; x-major: page * x, and stride_k_token is x). Of values at
+// block * stride_v_block + token * stride_v_token + head * stride_v_head + d * stride_v_dim (1; x-
+// major: page, and stride_v_token is 1). Pages of a sequence: block_table and seqused_k, or CSR.
+struct PagedParams {
+  // What is read first stands last, and together: constants arrive a 64-byte line at a time.
+  const float* alibi_slopes;       // [q_heads] or [batch, q_heads]; may be null
+  const float* sink;               // [q_heads] natural units, as a score after scaling; may be null
+  const unsigned char* tree_mask;  // nonzero: query i of a sequence sees its key k_len - q_len + j,
+                                   // at (its row of q) * stride_tree_row + j; null: `causal` says
+  const float* k_scale;            // multiplies keys: at batch * stride_k_scale_batch + kv_head *
+                                   // stride_k_scale_head; null: 1
+  const float* v_scale;            // multiplies values, likewise
+  void* out;                       // [batch, q_len, q_heads, value_dim], or packed
+  float* lse;  // [batch, q_heads, q_len], or packed [q_heads, total_q]; natural log; may be null
+  int stride_alibi_batch;  // 0 where the slopes are shared by the batch
+  int stride_k_scale_batch;
+  int stride_k_scale_head;
+  int stride_v_scale_batch;
+  int stride_v_scale_head;
+  long long stride_tree_batch;  // dense queries; packed ones have theirs at row cu_seqlens_q[b] + i
+  long long stride_tree_row;
+  long long stride_out_batch;
+  long long stride_out_row;
+  long long stride_out_head;
+  long long stride_lse_batch;
+  long long stride_lse_head;
+  int q_heads;
+  int copy_bytes;      // 16, 8, 4, 2 or 1: what rows of q, out and the caches start on
+  float softcap_log2;  // c log2(e) of c * tanh(s / c); 0: none
+  float out_scale;     // multiplies out: v_scale where it is a number, else 1
+  int q_bf16;          // 8-bit caches: 1 where q and out are bf16, 0 where they are fp16
+  int value_dim;       // as stored
+  long long stride_k_block;
+  long long stride_k_token;
+  long long stride_k_head;
+  long long stride_k_chunk;
+  long long stride_v_block;
+  long long stride_v_token;
+  long long stride_v_head;
+  long long stride_v_dim;
+  const void* k_cache;  // pages, of the type of q or 8 bits
+  const void* v_cache;
+  const void* q;  // [batch, q_len, q_heads, head_dim], or packed [total_q, q_heads, head_dim]
+  long long stride_q_batch;
+  long long stride_q_row;
+  long long stride_q_head;
+  int head_dim;                 // as stored
+  float scale_log2;             // softmax scale times log2(e) (and k_scale, where it is a number)
+  int window_right;             // keys after it, -1 unbounded; 0 is causal
+  const int* kv_indptr;         // [batch + 1] first entry of kv_indices of each sequence
+  const int* kv_indices;        // page ids
+  const int* kv_last_page_len;  // [batch] keys in the last page of a sequence that has pages
+  const int* cu_seqlens_q;      // [batch + 1] first row of each sequence; null: all have q_len rows
+  const int* block_table;       // [batch, max_blocks] page ids; null: CSR
+  const int* seqused_k;         // [batch] keys; null: CSR
+  long long stride_table;       // elements from a sequence's row of block_table to the next
+  int batch;
+  int kv_heads;
+  int group;        // query heads a KV head
+  int q_len;        // queries of every sequence where cu_seqlens_q is null
+  int max_k;        // a longer seqused_k counts as this: max_blocks * page
+  int new_k;        // what to add to each seqused_k: tokens just appended, or minus a prefix
+  int page;         // tokens a page
+  int window_left;  // keys before the diagonal of a query, which is its own; -1 unbounded
+};
+
+// paged_v1: one query a sequence, x-major.
+struct PagedV1Params : PagedParams {
+  int local_blocks;       // block-sparse: the last blocks, which all heads see
+  int vert_stride;        // every so many blocks is seen besides; 0 or 1: all keys are seen
+  int block_size;         // keys
+  int head_sliding_step;  // blocks from a head's offset to the next head's; negative: a KV head's
+  int tp_rank;            // times as many heads come before these
+};
+
+struct PagedV2Params : PagedParams {
+  float* workspace;  // [batch, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  int local_blocks;  // as in PagedV1Params
+  int vert_stride;
+  int block_size;
+  int head_sliding_step;
+  int tp_rank;
+  int partitions;  // of the longest sequence
+};
+
+struct KvWriteParams {
+  const void* k;  // [tokens, kv_heads, head_dim], or dense [batch, new_len, kv_heads, head_dim]
+  const void* v;  // [tokens, kv_heads, value_dim], or dense
+  void* k_cache;  // [blocks, page, kv_heads, head_dim], in any layout
+  void* v_cache;  // [blocks, page, kv_heads, value_dim], in any layout
+  const long long* slot_mapping;  // [tokens] block * page + offset, or negative; null: appended
+  const int* block_table;         // [batch, max_blocks]; null: sequence b has block b alone
+  const int* seqused_k;           // [batch] tokens before the new ones; null: none
+  const int* cu_seqlens_new;      // [batch + 1] first token of each sequence; null: new_len each
+  const float* k_scale;           // [1] or [kv_heads], of 8-bit caches; null: k_scale_number
+  const float* v_scale;
+  const void* cos;  // [positions, rotary_dim / 2], as k or float; where Config::rotary
+  const void* sin;
+  long long tokens;
+  long long blocks;          // of the cache: nothing is written elsewhere
+  long long stride_k_batch;  // 0 unless dense
+  long long stride_k_token;
+  long long stride_k_head;
+  long long stride_v_batch;  // 0 unless dense
+  long long stride_v_token;
+  long long stride_v_head;
+  long long stride_k_cache_block;
+  long long stride_k_cache_head;
+  long long stride_k_cache_slot;
+  long long stride_k_cache_chunk;  // 16 bytes of elements are a chunk, and lie side by side
+  long long stride_v_cache_block;
+  long long stride_v_cache_head;
+  long long stride_v_cache_slot;
+  long long stride_v_cache_dim;  // 1, or the page where the cache is x-major
+  long long stride_table_batch;
+  long long stride_cos_row;  // of sin too
+  int batch;                 // sequences, where tokens are appended
+  int new_len;               // tokens of every sequence where cu_seqlens_new is null
+  int max_blocks;            // columns of block_table; 1 where there is none
+  int page;                  // tokens a block
+  int kv_heads;
+  int head_dim;
+  int value_dim;
+  int stride_k_scale;  // 1: one a KV head, 0: one for all
+  int stride_v_scale;
+  int rotary_dim;    // columns of k that are turned
+  int interleaved;   // 1: a pair is columns 2 r and 2 r + 1, 0: r and rotary_dim / 2 + r
+  int float_angles;  // 1: cos and sin hold float
+  int positions;     // rows of cos and sin: a position past them is taken for the last one
+  int aligned;       // 1: every row and piece starts on 16 bytes; 0: one element at a time
+  int block_tokens;  // tokens a thread block
+  int share_blocks;  // thread blocks that all shares (head, chunk of keys or values) take
+  int token_lanes;   // tokens that a block has under way side by side
+  int tokens_first;  // 1: neighbouring threads have neighbouring tokens; 0: neighbouring shares
+  float k_scale_number;
+  float v_scale_number;
+};
+
+struct RotaryParams {
+  const void* x;         // [tokens, heads, head_dim], or dense [batch, new_len, heads, head_dim]
+  void* y;               // as x; may be x
+  const int* seqused_k;  // [batch] tokens before the new ones; null: none
+  const int* cu_seqlens_new;  // [batch + 1] first token of each sequence; null: new_len each
+  const void* cos;            // [positions, rotary_dim / 2], as x or float
+  const void* sin;
+  long long tokens;
+  long long stride_x_batch;  // 0 unless dense
+  long long stride_x_token;
+  long long stride_x_head;
+  long long stride_y_batch;  // 0 unless dense
+  long long stride_y_token;
+  long long stride_y_head;
+  long long stride_cos_row;  // of sin too
+  int batch;
+  int new_len;
+  int heads;
+  int head_dim;
+  int rotary_dim;
+  int interleaved;
+  int float_angles;
+  int positions;
+  int aligned;
+  int same_position;  // 1: every token of a sequence is at the position of its first one
+  int block_tokens;   // tokens a thread block
+};
+
+struct CopyBlocksParams {
+  const long long* caches;  // [num_caches] addresses of arrays of blocks: of a layer's keys, values
+  const long long* pairs;   // [pairs, 2] source and destination, block numbers
+  long long block_bytes;    // which lie side by side
+  long long stride_block_bytes;
+  long long blocks;  // of each cache: a pair with another number is skipped
+  int num_caches;
+  int chunks;  // thread blocks that share one block
+};
+
+struct MergeParams {
+  const void* first;        // [tokens, heads, head_dim], out of state 0
+  const void* others;       // [states - 1, tokens, heads, head_dim], out of the other states
+  const float* first_lse;   // [tokens, heads], any strides; -inf or +inf: the state has no keys
+  const float* others_lse;  // [states - 1, tokens, heads]
+  const float* out_scale;   // [1] what 8-bit out is divided by; null: out_scale_number
+  void* out;                // [tokens, heads, head_dim]
+  float* lse;               // [tokens, heads]; may be null
+  long long first_tokens;   // tokens from here on have no state 0
+  long long stride_first_token;
+  long long stride_first_head;
+  long long stride_others_state;
+  long long stride_others_token;
+  long long stride_others_head;
+  long long stride_first_lse_token;
+  long long stride_first_lse_head;
+  long long stride_others_lse_state;
+  long long stride_others_lse_token;
+  long long stride_others_lse_head;
+  long long stride_out_token;
+  long long stride_out_head;
+  long long stride_lse_token;
+  long long stride_lse_head;
+  int states;  // from 1
+  int heads;
+  int head_dim;
+  int aligned;      // 1: every row starts on 16 bytes and is a multiple; 0: one element at a time
+  int rows;         // tokens * heads
+  int row_threads;  // threads a row
+  float out_scale_number;
+};
+
+// decode_split.
+struct DecodeSplitParams : PagedParams {
+  // `n / x` is n * x_magic >> x_shift, for n < 2^31: a division takes longer than a read from L2.
+  int columns;  // block i works in column i % columns of the grid, in row i / columns: splits.cuh
+  int rows;
+  int lines;       // of a column
+  int row_blocks;  // blocks of rows, (query, head of the group), that a KV head has
+  int span;        // units of a part where that is fixed; 0: whatever balances the blocks
+  int page_shift;
+  int span_shift;
+  int columns_shift;
+  int rows_shift;
+  int group_shift;
+  long long page_magic;
+  long long span_magic;
+  long long columns_magic;
+  long long rows_magic;
+  long long group_magic;
+  int* tile_counter;  // [slots] parts that have arrived; zero before and after a launch
+  float4* workspace;  // [slots, rows of a block * columns of its V tile / 2] unmerged parts
+  int column_slots;   // fixed split: slots of a column
+  // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens
+  // of a head, swizzled. x-major where a page has more than 16 tokens: keys (x of each token, D / x,
+  // head, block, 1), values (token, D, head, block), boxes likewise, not swizzled.
+  ptx::TensorMap k_map;
+  ptx::TensorMap v_map;
 };

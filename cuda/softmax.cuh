@@ -10,10 +10,10 @@
 #include "types.cuh"
 
 // The max of no scores. Subtracting it would make NaN of -inf - -inf: exponents use finite_max()
-// instead.
+// instead, which leaves all others as they are.
 constexpr float kEmptyMax = __builtin_bit_cast(float, 0xff800000u);  // -inf
 
-__device__ __forceinline__ float finite_max(float max) { return max == kEmptyMax ? 0.f : max; }
+__device__ __forceinline__ float finite_max(float max) { return fmaxf(max, -kLargest); }
 
 // A finite number of natural units stays finite in log2 units.
 __device__ __forceinline__ float to_log2(float x) { return fminf(x * kLog2e, kLargest); }
@@ -51,57 +51,90 @@ struct OnlineSoftmax {
                                          const ShareMax& share_max) {
     float alpha[kMTiles][2];  // first the largest s of each row
 #pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float row_max = s[mt][0][2 * half];
-#pragma unroll
-        for (int nt = 0; nt < kNTiles; ++nt) {
-          row_max = fmaxf(row_max, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
-        }
-        alpha[mt][half] = quad_max(row_max);
-      }
-    }
+    for (int i = 0; i < 2 * kMTiles; ++i) alpha[i / 2][i % 2] = largest(s, i / 2, i % 2);
     share_max(alpha);
     bool changed = false;
 #pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old_max = max[mt][half];
-        max[mt][half] = fmaxf(old_max, alpha[mt][half] * scale_log2);
-        alpha[mt][half] = ptx::ex2_approx(old_max - finite_max(max[mt][half]));
-        changed |= alpha[mt][half] != 1.f;
-      }
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], scale_log2);
+      changed |= alpha[i / 2][i % 2] != 1.f;
     }
     if (!kVote || __any_sync(0xffffffffu, changed)) {
 #pragma unroll
-      for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          sum[mt][half] *= alpha[mt][half];
-#pragma unroll
-          for (int ot = 0; ot < kOutTiles; ++ot) {
-            out[mt][ot][2 * half] *= alpha[mt][half];
-            out[mt][ot][2 * half + 1] *= alpha[mt][half];
-          }
-        }
-      }
+      for (int i = 0; i < 2 * kMTiles; ++i) sum[i / 2][i % 2] *= alpha[i / 2][i % 2];
+      rescale(out, alpha);
     }
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) exponentiate(i / 2, i % 2, s, scale_log2);
+  }
+
+  // The same but for `out`, which the caller has to multiply by alpha later. Row by row, so that
+  // the exponentials of one run beside the max of the next.
+  template <int kNTiles>
+  __device__ __forceinline__ void update_all_but_out(float (&alpha)[kMTiles][2],
+                                                     float (&s)[kMTiles][kNTiles][4],
+                                                     float scale_log2) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float used_max = finite_max(max[mt][half]);
+        alpha[mt][half] = raise_max(mt, half, largest(s, mt, half), scale_log2);
+        const float before = sum[mt][half];
+        sum[mt][half] = 0.f;
+        exponentiate(mt, half, s, scale_log2);
+        sum[mt][half] = fmaf(before, alpha[mt][half], sum[mt][half]);
+      }
+    }
+  }
+
+  // Of a row: the largest s, over the four lanes that share it.
+  template <int kNTiles>
+  static __device__ __forceinline__ float largest(const float (&s)[kMTiles][kNTiles][4], int mt,
+                                                  int half) {
+    float even = s[mt][0][2 * half];
+    float odd = s[mt][0][2 * half + 1];
 #pragma unroll
-        for (int nt = 0; nt < kNTiles; ++nt) {
+    for (int nt = 1; nt < kNTiles; ++nt) {
+      even = fmaxf(even, s[mt][nt][2 * half]);
+      odd = fmaxf(odd, s[mt][nt][2 * half + 1]);
+    }
+    return quad_max(fmaxf(even, odd));
+  }
+
+  // Returns alpha.
+  __device__ __forceinline__ float raise_max(int mt, int half, float largest, float scale_log2) {
+    const float old_max = max[mt][half];
+    max[mt][half] = fmaxf(old_max, largest * scale_log2);
+    return ptx::ex2_approx(old_max - finite_max(max[mt][half]));
+  }
+
+  template <int kOutTiles>
+  static __device__ __forceinline__ void rescale(float (&out)[kMTiles][kOutTiles][4],
+                                                 const float (&alpha)[kMTiles][2]) {
 #pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[mt][nt][e] = ptx::ex2_approx(fmaf(s[mt][nt][e], scale_log2, -used_max));
-            sum[mt][half] += s[mt][nt][e];
-          }
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int ot = 0; ot < kOutTiles; ++ot) {
+          out[mt][ot][2 * half] *= alpha[mt][half];
+          out[mt][ot][2 * half + 1] *= alpha[mt][half];
         }
       }
+    }
+  }
+
+  // Of a row: s becomes probabilities, which join the sum.
+  template <int kNTiles>
+  __device__ __forceinline__ void exponentiate(int mt, int half, float (&s)[kMTiles][kNTiles][4],
+                                               float scale_log2) {
+    const float used_max = finite_max(max[mt][half]);
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+      float* pair = &s[mt][nt][2 * half];
+      pair[0] = ptx::ex2_approx(fmaf(pair[0], scale_log2, -used_max));
+      pair[1] = ptx::ex2_approx(fmaf(pair[1], scale_log2, -used_max));
+      sum[mt][half] += pair[0] + pair[1];
     }
   }
 

@@ -6,18 +6,14 @@ from __future__ import annotations
 import functools
 
 from rawattn.device import Device
-from rawattn.plan import fwd_sm80
-from rawattn.plan.base import Backend, Plan, choose
+from rawattn.plan import fwd_sm80, fwd_sm90
+from rawattn.plan.base import REFERENCE, Backend, Plan, choose
 from rawattn.problem import Problem
 
-
-def _refuse_reference(p: Problem, device: Device) -> str | None:
-    return None if device.arch == "host" else f"takes NumPy arrays, found arrays on {device.name}"
-
-
 BACKENDS = (
+    Backend(name="fwd_sm90", refuses=fwd_sm90.refuses, launches=fwd_sm90.launches),
     Backend(name="fwd_sm80", refuses=fwd_sm80.refuses, launches=fwd_sm80.launches),
-    Backend(name="reference", refuses=_refuse_reference, launches=lambda p, device: ()),
+    REFERENCE,
 )
 
 

@@ -55,7 +55,7 @@ def _prototype(
 TILES = (
     _prototype(32, 32, 128, 64, stages=2, q_in_registers=True),
     _prototype(64, 64, 128, 64, stages=2, q_in_registers=True),
-    _prototype(96, 96, 128, 64, vote_rescale=True),
+    _prototype(96, 96, 128, 64),
     _prototype(128, 128, 128, 64, vote_rescale=True, fragments_ahead=1),
     _prototype(160, 160, 64, 64, column_warps=2),
     _prototype(192, 128, 64, 64, column_warps=2),
@@ -104,17 +104,17 @@ def refuses(p: Problem, device: Device) -> str | None:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
     if max(p.max_q, p.max_k) > MAX_LENGTH:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
-    (launch,) = launches(p, device)
-    if launch.grid > MAX_GRID:
+    (chosen,) = launches(p, device)
+    if chosen.grid > MAX_GRID:
         return (
-            f"a grid of {launch.grid} blocks: takes up to {MAX_GRID}; a smaller batch or "
+            f"a grid of {chosen.grid} blocks: takes up to {MAX_GRID}; a smaller batch or "
             "max_seqlen_q= may help"
         )
     return None
 
 
 def launches(p: Problem, device: Device) -> tuple[Launch, ...]:
-    """One launch: a block a query tile of a (batch, head) pair."""
+    """One launch, of the tile that fits."""
     tile = _tile(p)
     assert tile is not None
     config = _config(
@@ -125,16 +125,19 @@ def launches(p: Problem, device: Device) -> tuple[Launch, ...]:
         scores=p.scores.softcap or p.scores.alibi or p.scores.reversed or p.copy_bytes < 16,
         narrow=p.copy_bytes < 16,
     )
+    return (launch(p, device, config),)
+
+
+def launch(p: Problem, device: Device, config: FwdSm80) -> Launch:
+    """The launch of a Config: a block a query tile of a (batch, head) pair."""
     m_blocks = -(-p.max_q // config.block_m)
     pairs = p.batch * p.q_heads
-    return (
-        Launch(
-            kernel="fwd_sm80",
-            config=config,
-            grid=m_blocks * pairs,
-            scalars=(
-                ("m_blocks", m_blocks),
-                ("head_group", min(HEAD_GROUP_CAUSAL if p.mask.causal else HEAD_GROUP, pairs)),
-            ),
+    return Launch(
+        kernel="fwd_sm80",
+        config=config,
+        grid=m_blocks * pairs,
+        scalars=(
+            ("m_blocks", m_blocks),
+            ("head_group", min(HEAD_GROUP_CAUSAL if p.mask.causal else HEAD_GROUP, pairs)),
         ),
     )

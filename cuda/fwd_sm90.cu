@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward for Hopper: out = softmax(mask(scale q k^T)) v, and lse, for dense, padded and packed
+// batches. Asynchronous copies (TMA) and warpgroup products (wgmma), by specialised warps. Sources:
+// Shah et al. 2024, FlashAttention-3; what was measured is in docs/kernels/fwd_sm90.md.
+//
+// Grid: one block an SM, persistent; each takes query tiles of block_m rows of one head until there
+//   are none (fwd_sm90_schedule.cuh).
+// Warpgroups: `consumers`, of 64 query rows each, then one whose warps serve them: one decides
+//   which query tile comes next, one brings Q and the tiles of K and V, from the last to the first,
+//   into rings of shared memory, one stores what leaves. Registers move from them to the consumers
+//   (setmaxnreg).
+// A consumer's step, for key tile n: the tensor cores get q k(n)^T and p(n + 1) v(n + 1); the
+//   softmax of n runs beside the latter, on the other units; then p(n) is packed to be its A
+//   operand. Query tiles are joined: beside the last p v of one runs the first q k^T of the next.
+// `pingpong`: consumers take turns at issuing products, so that one's softmax meets another's.
+// `overlap`: in one basic block ptxas hoists the wait for p v above the exponentials, which then
+//   overlap nothing. The wait for the next key tile, a branch, holds it down.
+// q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
+//   1, where there is no room: straight from registers.
+// Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
+//   overwriting, V is read as zeros (0 x NaN is NaN).
+#include "fwd_sm90_schedule.cuh"
+
+constexpr int kTileSlots = 2;  // query tiles that are told and not yet taken note of by all
+
+template <class C>
+struct FwdSm90Smem {
+  using Warpgroup = FwdSm90Warpgroup<C>;
+  typename Warpgroup::Q q[C::q_buffers][C::consumers];  // also out, on its way
+  typename Warpgroup::K k[C::stages];
+  typename Warpgroup::V v[C::stages];
+  RingBarriers<C::q_buffers> q_ring[C::consumers];  // empty: out has left, too
+  Barrier staged[C::consumers][C::q_buffers];       // out is in the buffer of its q
+  RingBarriers<C::stages> k_ring;
+  RingBarriers<C::stages> v_ring;
+  RingBarriers<kTileSlots> tile_ring;
+  FwdSm90Tile tile[kTileSlots];
+};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier {
+  kTurn = 1  // consumer 0 may issue products; the others follow
+};
+
+// ---- The warps that serve ----
+
+// Tells all others what query tile comes next; at the end, that there is none. It looks one tile
+// ahead of the copies, which are a few key tiles ahead of the consumers.
+template <class C>
+__device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
+  TileWalk<C::block_m, C::block_n> walk(p);
+  Ring<kTileSlots> ring;
+  bool more = true;
+  while (more) {
+    const FwdSm90Tile t = walk.tile();
+    more = t.first < t.last;
+    if (threadIdx.x % 32 == 0) {
+      wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+      smem.tile[ring.slot] = t;
+      arrive(smem.tile_ring.full[ring.slot]);
+    }
+    ring.advance();
+    if (more) walk.draw();
+  }
+  walk.end();
+}
+
+// The next query tile, for one thread.
+template <class C>
+__device__ __forceinline__ FwdSm90Tile take_tile(FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
+  wait(smem.tile_ring.full[ring.slot], ring.parity);
+  const FwdSm90Tile t = smem.tile[ring.slot];
+  arrive(smem.tile_ring.empty[ring.slot]);
+  ring.advance();
+  return t;
+}
+
+// Stores out from where consumers have staged it. One thread.
+template <class C>
+__device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
+  Ring<C::q_buffers> q;
+  Ring<kTileSlots> tiles;
+  for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+    for (int w = 0; w < C::consumers; ++w) {
+      wait(smem.staged[w][q.slot], q.parity);
+      const auto& out = smem.q[q.slot][w];
+      if (p.cu_seqlens_q != nullptr) {
+        out.store_ragged(p.out_map, t.row + 64 * w, t.q_head, t.q_first, t.q_len);
+      } else {
+        out.store(p.out_map, t.row + 64 * w, t.q_head, t.batch);
+      }
+      ptx::bulk_commit_group();
+    }
+    ptx::bulk_wait_group_read<0>();
+    for (int w = 0; w < C::consumers; ++w) arrive(smem.q_ring[w].empty[q.slot]);
+    q.advance();
+  }
+}
+
+// Brings Q, K and V. One thread.
+template <class C>
+struct FwdSm90Copies {
+  using Smem = FwdSm90Smem<C>;
+  using Q = typename FwdSm90Warpgroup<C>::Q;
+  const FwdSm90Params& p;
+  Smem& smem;
+  Ring<C::stages> k, v;
+  Ring<C::q_buffers> q;
+
+  __device__ __forceinline__ FwdSm90Copies(const FwdSm90Params& params, Smem& shared)
+      : p(params), smem(shared) {}
+
+  // V is one key tile behind K, also from one query tile to the next.
+  __device__ __forceinline__ void run() {
+    FwdSm90Tile behind = {};
+    Ring<kTileSlots> tiles;
+    for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+      load_k(t, t.last - 1);
+      if (behind.first < behind.last) load_v(behind, behind.first);
+      load_q(t);
+      for (int n = t.last - 2; n >= t.first; --n) {
+        load_k(t, n);
+        load_v(t, n + 1);
+      }
+      behind = t;
+    }
+    if (behind.first < behind.last) load_v(behind, behind.first);
+  }
+
+  __device__ __forceinline__ void load_q(const FwdSm90Tile& t) {
+    const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
+    for (int w = 0; w < C::consumers; ++w) {
+      wait(smem.q_ring[w].empty[q.slot], q.parity ^ 1);
+      const unsigned full = ptx::shared_address(&smem.q_ring[w].full[q.slot]);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(Q));
+      smem.q[q.slot][w].load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
+    }
+    q.advance();
+  }
+
+  __device__ __forceinline__ void load_k(const FwdSm90Tile& t, int n) {
+    load(smem.k, smem.k_ring, k, p.k_map, false, t, n);
+  }
+  __device__ __forceinline__ void load_v(const FwdSm90Tile& t, int n) {
+    load(smem.v, smem.v_ring, v, p.v_map, ragged_keys(p), t, n);
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void load(Tile (&slots)[C::stages], RingBarriers<C::stages>& barriers,
+                                       Ring<C::stages>& ring, const ptx::TensorMap& map,
+                                       bool ragged, const FwdSm90Tile& t, int n) {
+    wait(barriers.empty[ring.slot], ring.parity ^ 1);
+    const int batch = p.cu_seqlens_k != nullptr ? 0 : t.batch;
+    const int row = n * C::block_n;
+    const unsigned full = ptx::shared_address(&barriers.full[ring.slot]);
+    const Tile& slot = slots[ring.slot];
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(Tile));
+    if (ragged) {
+      slot.load_ragged(map, full, row, t.kv_head, t.v_first, t.k_len);
+    } else {
+      slot.load(map, full, t.k_first + row, t.kv_head, batch);
+    }
+    ring.advance();
+  }
+};
+
+// ---- A consumer: one warpgroup ----
+
+template <class C>
+struct FwdSm90Consumer {
+  using Smem = FwdSm90Smem<C>;
+  using Warpgroup = FwdSm90Warpgroup<C>;
+  const FwdSm90Params& p;
+  Smem& smem;
+  const int index;  // of the consumers
+  Warpgroup group;
+  Ring<C::stages> k, v;
+  Ring<C::q_buffers> q;
+  Ring<kTileSlots> tiles;  // the next to be taken
+  // The tile at work. Key tiles in [full_first, full_last) are visible to all rows of the
+  // warpgroup.
+  FwdSm90Tile t;
+  int full_first, full_last;
+  float slope_log2;
+
+  __device__ __forceinline__ FwdSm90Consumer(const FwdSm90Params& params, Smem& shared, int wg)
+      : p(params), smem(shared), index(wg), group(params) {}
+
+  __device__ __forceinline__ void run() {
+    if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
+    FwdSm90Tile next = take();
+    if (next.first < next.last) {
+      start(next);
+      open();
+    }
+    while (next.first < next.last) {
+      next = take();
+      if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
+      steps();
+      if (next.first < next.last) {
+        join(next);
+      } else {
+        last();
+      }
+    }
+    if (C::pingpong && index == 0) take_turn();  // the one that is left over
+  }
+
+  // The next query tile. What the walk over key tiles depends on is made uniform for ptxas (REDUX
+  // writes a uniform register), or else it guards every product against divergence.
+  __device__ __forceinline__ FwdSm90Tile take() {
+    wait(smem.tile_ring.full[tiles.slot], tiles.parity);
+    FwdSm90Tile found = smem.tile[tiles.slot];
+    found.row = uniform(found.row);
+    found.first = uniform(found.first);
+    found.last = uniform(found.last);
+    found.q_len = uniform(found.q_len);
+    found.k_len = uniform(found.k_len);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(smem.tile_ring.empty[tiles.slot]);
+    tiles.advance();
+    return found;
+  }
+  static __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
+
+  // First row of the warpgroup, in the sequence.
+  __device__ __forceinline__ int row() const { return t.row + 64 * index; }
+
+  __device__ __forceinline__ void start(const FwdSm90Tile& next) {
+    t = next;
+    const TileRange visible(KeyInterval(p, {t.q_len, t.k_len}), row(), row() + 63, C::block_n);
+    full_first = visible.full_first;
+    full_last = visible.full_last;
+    slope_log2 = group.slope_log2(t);
+    group.clear();
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (C::pingpong) ptx::bar_sync(kTurn + index, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (C::pingpong) {
+      ptx::bar_arrive(kTurn + (index + 1 == C::consumers ? 0 : index + 1), 256);
+    }
+  }
+
+  // Says that this warpgroup is done with a slot.
+  static __device__ __forceinline__ void release(const Barrier& empty) {
+    if (Warpgroup::leader()) arrive(empty);
+  }
+  __device__ __forceinline__ void release_k() {
+    release(smem.k_ring.empty[k.slot]);
+    k.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    release(smem.v_ring.empty[v.slot]);
+    v.advance();
+  }
+  // After the last product with q; where out takes its buffer, that says when it has left.
+  __device__ __forceinline__ void release_q(int n) {
+    if (C::q_buffers == 1 && n == t.first && Warpgroup::leader()) {
+      arrive(smem.q_ring[index].empty[q.slot]);
+    }
+  }
+
+  __device__ __forceinline__ void start_scores(typename Warpgroup::Scores& s) const {
+    group.start_scores(s, smem.q[q.slot][index], smem.k[k.slot]);
+  }
+  __device__ __forceinline__ void start_out() {
+    wait(smem.v_ring.full[v.slot], v.parity);
+    group.start_out(smem.v[v.slot]);
+  }
+  __device__ __forceinline__ void score(typename Warpgroup::Scores& s, int n, bool masked) {
+    group.score(s, t, row(), n * C::block_n, masked, slope_log2);
+  }
+  __device__ __forceinline__ void score_first(typename Warpgroup::Scores& s) {
+    score(s, t.last - 1, t.last - 1 < full_first || t.last - 1 >= full_last);
+  }
+
+  // The first key tile of a query tile that none precedes.
+  __device__ __forceinline__ void open() {
+    typename Warpgroup::Scores s;
+    const int n = t.last - 1;
+    wait(smem.q_ring[index].full[q.slot], q.parity);
+    wait(smem.k_ring.full[k.slot], k.parity);
+    start_scores(s);
+    group.template finish_scores<0>(s);
+    release_k();
+    release_q(n);
+    score_first(s);
+    group.pack(s);
+  }
+
+  // The other key tiles: masked ones at the end of the keys, those that all rows see, masked ones
+  // at the start. A mask that most steps jump over costs them 6 to 13 % (H200, 2026-11-30, head_dim
+  // 128): ptxas does not schedule across it.
+  __device__ __forceinline__ void steps() {
+    int n = t.last - 2;
+    if constexpr (!C::scores) {  // score steps cost more than masks, and registers
+      for (; n >= max(full_last, t.first); --n) step<true>(n);
+      for (; n >= max(full_first, t.first); --n) step<false>(n);
+    }
+    for (; n >= t.first; --n) step<true>(n);
+  }
+
+  // The products of key tile n beside those of the values of n + 1.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(int n) {
+    typename Warpgroup::Scores s;
+    if (!C::overlap) wait(smem.k_ring.full[k.slot], k.parity);
+    take_turn();
+    start_scores(s);
+    start_out();
+    pass_turn();
+    group.template finish_scores<1>(s);
+    release_k();
+    release_q(n);
+    score(s, n, kMasked);
+    if (C::overlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
+    group.template finish_out<0>();
+    release_v();
+    group.rescale();
+    group.pack(s);
+  }
+
+  // Where two query tiles meet: the last values of t, then the first key tile of `next`; out leaves
+  // beside the latter, and a single q has the time of the former to arrive.
+  __device__ __forceinline__ void join(const FwdSm90Tile& next) {
+    typename Warpgroup::Scores s;
+    const int old_slot = q.slot;
+    take_turn();
+    start_out();
+    q.advance();
+    wait(smem.q_ring[index].full[q.slot], q.parity);
+    wait(smem.k_ring.full[k.slot], k.parity);
+    start_scores(s);
+    pass_turn();
+    group.template finish_out<1>();
+    release_v();
+    close(old_slot);
+    start(next);
+    group.template finish_scores<0>(s);
+    release_k();
+    release_q(t.last - 1);
+    score_first(s);
+    group.pack(s);
+  }
+
+  // The last values of the last query tile.
+  __device__ __forceinline__ void last() {
+    start_out();
+    group.template finish_out<0>();
+    release_v();
+    close(q.slot);
+  }
+
+  // `out` of t, complete in registers, leaves.
+  __device__ __forceinline__ void close(int slot) {
+    float factor[2];
+    group.finish(factor, t, row());
+    if constexpr (C::q_buffers == 1) {
+      group.store_out(factor, t, row());
+    } else {
+      group.stage_out(factor, smem.q[slot][index]);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(smem.staged[index][slot]);
+    }
+  }
+};
+
+// ---- The kernel ----
+
+template <class C>
+__device__ __forceinline__ void fwd_sm90(const FwdSm90Params& p) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  FwdSm90Smem<C>& smem = *reinterpret_cast<FwdSm90Smem<C>*>(smem_bytes);
+  static_assert(
+      C::producer_registers + C::consumers * C::consumer_registers <=
+          (C::consumers + 1) * (65536 / C::threads / 8 * 8),
+      "setmaxnreg deals out what the block was launched with; for more it waits for ever");
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < C::consumers; ++w) {
+      smem.q_ring[w].init(1, 1);
+      for (Barrier& staged : smem.staged[w]) ptx::mbarrier_init(ptx::shared_address(&staged), 4);
+    }
+    smem.k_ring.init(1, C::consumers);
+    smem.v_ring.init(1, C::consumers);
+    // read by the warps of the consumers, by who copies, and by who stores
+    smem.tile_ring.init(1, 4 * C::consumers + C::q_buffers);
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensormap(&p.q_map);
+    ptx::prefetch_tensormap(&p.k_map);
+    ptx::prefetch_tensormap(&p.v_map);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == C::consumers) {
+    ptx::setmaxnreg_dec<C::producer_registers>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    if (warp == 0) {
+      if (threadIdx.x % 32 == 0) FwdSm90Copies<C>(p, smem).run();
+    } else if (warp == 1) {
+      schedule(p, smem);
+    } else if (C::q_buffers > 1 && warp == 2) {
+      if (threadIdx.x % 32 == 0) store(p, smem);
+    }
+  } else {
+    ptx::setmaxnreg_inc<C::consumer_registers>();
+    FwdSm90Consumer<C>(p, smem, warpgroup).run();
+  }
+}

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warpgroup of the Hopper forward kernels holds and does: 64 query rows against tiles of
+// keys. Who brings the tiles, and when, is the kernel's business.
+#pragma once
+
+#include "mask.cuh"
+#include "params.cuh"
+#include "pipeline_sm90.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+#include "tile_sm90.cuh"
+#include "types.cuh"
+
+// One query tile of a block: `rows` of a sequence, and the key tiles that they see.
+struct FwdSm90Tile {
+  int row;    // first query row, counted from the start of its sequence
+  int first;  // key tiles [first, last), walked from the last; none: there is no query tile
+  int last;
+  int q_len;
+  int k_len;
+  int q_head;
+  int kv_head;
+  int batch;
+  int q_first;  // row of q and out at which the sequence starts, 0 unless packed
+  int k_first;  // the same of k and v
+  int v_first;  // and where v_map is ragged, in which a batch is a number of rows
+};
+
+// wgmma's name for a storage type.
+template <class Element>
+struct WgmmaElement;
+template <>
+struct WgmmaElement<bf16> {
+  static constexpr ptx::WgmmaType kType = ptx::WgmmaType::bf16;
+};
+template <>
+struct WgmmaElement<fp16> {
+  static constexpr ptx::WgmmaType kType = ptx::WgmmaType::f16;
+};
+
+// Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
+// laid out as mma.m16n8k16 has them.
+template <int kTiles>
+__device__ __forceinline__ float (&flat(float (&x)[1][kTiles][4]))[4 * kTiles] {
+  return reinterpret_cast<float (&)[4 * kTiles]>(x);
+}
+
+template <class C>
+struct FwdSm90Warpgroup {
+  using Element = typename C::Element;
+  using Q = SwizzledTile<64, (C::head_dim > C::value_dim ? C::head_dim : C::value_dim)>;
+  using K = SwizzledTile<C::block_n, C::head_dim>;
+  using V = SwizzledTile<C::block_n, C::value_dim>;
+  using Scores = float[1][C::block_n / 8][4];  // 64 x block_n, then probabilities
+  static constexpr ptx::WgmmaType kType = WgmmaElement<Element>::kType;
+
+  const FwdSm90Params& p;
+  float out[1][C::value_dim / 8][4];     // 64 x value_dim
+  unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
+  float alpha[1][2];                     // what `out` is to be multiplied by
+  OnlineSoftmax<1> softmax;
+
+  __device__ __forceinline__ explicit FwdSm90Warpgroup(const FwdSm90Params& params) : p(params) {}
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ bool leader() { return threadIdx.x % 128 == 0; }
+  // First row of this warp's 16, of the 64.
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % 4 * 16; }
+
+  // A tile without scores so far.
+  __device__ __forceinline__ void clear() {
+    softmax = OnlineSoftmax<1>();
+#pragma unroll
+    for (int i = 0; i < C::value_dim / 2; ++i) flat(out)[i] = 0.f;
+  }
+
+  // Starts s = q k^T.
+  __device__ __forceinline__ void start_scores(Scores& s, const Q& q, const K& k) const {
+    const unsigned long long a = q.k_major();
+    const unsigned long long b = k.k_major();
+    ptx::wgmma_pin(flat(s));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::head_dim / 16; ++i) {
+      ptx::Wgmma<C::block_n, kType>::template ss<0, 0>(flat(s), a + Q::k_major_offset(i),
+                                                       b + K::k_major_offset(i), i != 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Starts out += p v.
+  __device__ __forceinline__ void start_out(const V& v) {
+    const unsigned long long b = v.mn_major();
+    ptx::wgmma_pin(flat(out));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::block_n / 16; ++i) {
+      ptx::Wgmma<C::value_dim, kType>::template rs<1>(flat(out), operand[i],
+                                                      b + V::mn_major_offset(i), true);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Until all but the last kPending products are done: their results may be used.
+  template <int kPending>
+  __device__ __forceinline__ void finish_scores(Scores& s) const {
+    ptx::wgmma_wait_group<kPending>();
+    ptx::wgmma_pin(flat(s));
+  }
+  template <int kPending>
+  __device__ __forceinline__ void finish_out() {
+    ptx::wgmma_wait_group<kPending>();
+    ptx::wgmma_pin(flat(out));
+  }
+
+  // Products of rows from `row` on with the keys from `first_key` on become probabilities, and
+  // enter max and sum; `out` waits for rescale().
+  __device__ __forceinline__ void score(Scores& s, const FwdSm90Tile& t, int row, int first_key,
+                                        bool masked, float slope_log2) {
+    if constexpr (C::scores) {
+      modify_scores(s, p, slope_log2, t.k_len - t.q_len, row + warp_row(), first_key, lane());
+    }
+    if (masked) {
+      mask_scores<false>(s, KeyInterval(p, {t.q_len, t.k_len}), row + warp_row(), first_key,
+                         lane());
+    }
+    const float scale_log2 = C::scores ? 1.f : p.scale_log2;
+    softmax.update_all_but_out(alpha, s, scale_log2);
+  }
+
+  __device__ __forceinline__ void rescale() { softmax.rescale(out, alpha); }
+
+  // The A operand of 16 keys: probabilities, in accumulator layout, are only renamed.
+  __device__ __forceinline__ void pack(const Scores& s) {
+#pragma unroll
+    for (int step = 0; step < C::block_n / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &s[0][2 * step + i / 2][2 * (i % 2)];
+        operand[step][i] = Element::pack(pair[0], pair[1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float slope_log2(const FwdSm90Tile& t) const {
+    if (!C::scores || p.alibi_slopes == nullptr) return 0.f;
+    return to_log2(p.alibi_slopes[t.batch * p.stride_alibi_batch + t.q_head]);
+  }
+
+  // What `out` is to be multiplied by, for both rows of the thread; writes lse. `row` is the first
+  // of the warpgroup's, in the sequence.
+  __device__ __forceinline__ void finish(float (&factor)[2], const FwdSm90Tile& t, int row) {
+    const float sink_log2 = p.sink != nullptr ? to_log2(p.sink[t.q_head]) : kEmptyMax;
+    float* lse = p.lse == nullptr ? nullptr
+                                  : p.lse + t.q_head * p.stride_lse_head +
+                                        t.batch * p.stride_lse_batch + t.q_first;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int thread_row = row + warp_row() + 8 * half + lane() / 4;
+      float row_lse;
+      softmax.sum[0][half] = quad_sum(softmax.sum[0][half]);
+      softmax.finish(0, half, sink_log2, factor[half], row_lse);
+      if (lse != nullptr && lane() % 4 == 0 && thread_row < t.q_len) lse[thread_row] = row_lse;
+    }
+  }
+
+  // Two neighbours of `out`, finished. Other rows may have met a NaN in v: times factor 0 it would
+  // be NaN here too.
+  __device__ __forceinline__ unsigned packed_out(int ot, int half, const float (&factor)[2]) const {
+    const float* pair = &out[0][ot][2 * half];
+    const unsigned packed = Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
+    return factor[half] == 0.f ? 0 : packed;
+  }
+
+  // Leaves `out` in the place of q, for a tensor copy.
+  __device__ __forceinline__ void stage_out(const float (&factor)[2], const Q& staging) const {
+#pragma unroll
+    for (int i = 0; i < C::value_dim / 16; ++i) {
+      unsigned r[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) r[j] = packed_out(2 * i + j / 2, j % 2, factor);
+      ptx::stmatrix_x4(staging.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8), r);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // Stores `out` from registers, clipped to q_len rows and value_dim columns.
+  __device__ __forceinline__ void store_out(const float (&factor)[2], const FwdSm90Tile& t,
+                                            int row) const {
+    const int first_col = 8 * (lane() % 4);
+    auto* base = static_cast<unsigned short*>(p.out) + t.batch * p.stride_out_batch +
+                 t.q_head * p.stride_out_head + first_col;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int thread_row = row + warp_row() + 8 * half + lane() / 4;
+      unsigned short* dst = base + (t.q_first + thread_row) * p.stride_out_row;
+#pragma unroll
+      for (int col = 0; col < C::value_dim; col += 32) {
+        unsigned r[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r[i] = packed_out(col / 8 + i, half, factor);
+        quad_transpose(r);
+        if (thread_row < t.q_len && col + first_col < p.value_dim) {
+          *reinterpret_cast<uint4*>(dst + col) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+      }
+    }
+  }
+
+  // r[i] of lane l of a quad becomes r[l] of lane i: of 32 columns a lane then holds 8 neighbours.
+  static __device__ __forceinline__ void quad_transpose(unsigned (&r)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      const bool upper = lane() & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? r[i] : r[i + bit], bit);
+        (upper ? r[i] : r[i + bit]) = got;
+      }
+    }
+  }
+};

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 16-bit elements in shared memory as tensor copies (TMA) leave them and wgmma reads them.
+#pragma once
+
+#include "ptx_sm90_tma.cuh"
+#include "ptx_sm90_wgmma.cuh"
+
+constexpr int kRagged = 1 << 30;  // RAGGED of rawattn/plan/base.py
+
+// Chunks of 64 columns, or 32 where 64 do not divide the tile, one after the other; in a chunk,
+// rows of 128 (64) bytes, whose 16-byte units are swizzled. Offsets of products are in units of 16
+// bytes, to be added to a descriptor.
+template <int kRows_, int kCols_>
+struct alignas(1024) SwizzledTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kCols = kCols_;
+  static constexpr int kChunk = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = kCols / kChunk;
+  static constexpr int kRowBytes = 2 * kChunk;
+  static constexpr int kChunkBytes = kRows * kRowBytes;
+  static constexpr ptx::Swizzle kSwizzle = kChunk == 64 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+  static_assert(kCols % kChunk == 0, "a tile is made of whole chunks");
+  static_assert(kChunkBytes % 1024 == 0, "chunks start where the swizzle pattern does");
+  unsigned char data[kChunks][kChunkBytes];
+
+  // As operand with K along columns (Q, K): the first 16 columns, and those of step i of 16.
+  __device__ __forceinline__ unsigned long long k_major() const {
+    return ptx::wgmma_descriptor(ptx::shared_address(data), 16, 8 * kRowBytes, kSwizzle);
+  }
+  static __device__ __forceinline__ constexpr int k_major_offset(int i) {
+    return (i * 16 / kChunk * kChunkBytes + i * 16 % kChunk * 2) >> 4;
+  }
+
+  // As operand with K along rows (V): the first 16 rows, and those of step i of 16.
+  __device__ __forceinline__ unsigned long long mn_major() const {
+    return ptx::wgmma_descriptor(ptx::shared_address(data), kChunkBytes, 8 * kRowBytes, kSwizzle);
+  }
+  static __device__ __forceinline__ constexpr int mn_major_offset(int i) {
+    return (i * 16 * kRowBytes) >> 4;
+  }
+
+  // Where the 16-byte unit lies that begins with (row, col).
+  __device__ __forceinline__ unsigned unit_address(int row, int col) const {
+    const int offset = row * kRowBytes + col % kChunk * 2;
+    constexpr int kMask = kRowBytes / 16 - 1;
+    return ptx::shared_address(data[col / kChunk]) + (offset ^ (offset >> 7 & kMask) << 4);
+  }
+
+  // Rows from `row` on of (head, batch). One thread; `barrier` expects sizeof(data) bytes.
+  __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int row,
+                                       int head, int batch) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::tma_load_4d(ptx::shared_address(data[c]), &map, barrier, c * kChunk, row, head, batch);
+    }
+  }
+  // The same from a ragged map: rows from `row` on of a sequence of `len` rows that starts at
+  // `first`.
+  __device__ __forceinline__ void load_ragged(const ptx::TensorMap& map, unsigned barrier, int row,
+                                              int head, int first, int len) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::tma_load_5d(ptx::shared_address(data[c]), &map, barrier, c * kChunk, kRagged - len + row,
+                       head, kRagged, first + len);
+    }
+  }
+  // One thread; part of a bulk group. Clipped to the map.
+  __device__ __forceinline__ void store(const ptx::TensorMap& map, int row, int head,
+                                        int batch) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::tma_store_4d(&map, ptx::shared_address(data[c]), c * kChunk, row, head, batch);
+    }
+  }
+  __device__ __forceinline__ void store_ragged(const ptx::TensorMap& map, int row, int head,
+                                               int first, int len) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::tma_store_5d(&map, ptx::shared_address(data[c]), c * kChunk, kRagged - len + row, head,
+                        kRagged, first + len);
+    }
+  }
+};

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of ``cuda/fwd_sm90.cu`` and ``cuda/fwd_sm90_self.cu``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rawattn.device import Device
+from rawattn.plan.base import ELEMENTS, Launch, TensorMap
+from rawattn.problem import MAX_LENGTH, Problem, Rows
+from rawattn.registry import KERNELS, FwdSm90, FwdSm90Self
+
+STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
+MAX_TILES = 2**30  # query tiles: kernels count beyond the last
+
+
+def _prototype(
+    head_dim: int,
+    value_dim: int,
+    block_n: int,
+    *,
+    consumers: int = 2,
+    stages: int = 2,
+    q_buffers: int = 2,
+    pingpong: bool = True,
+    overlap: bool = False,
+) -> FwdSm90:
+    return FwdSm90(
+        element="bf16",
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_n=block_n,
+        consumers=consumers,
+        stages=stages,
+        q_buffers=q_buffers,
+        pingpong=pingpong,
+        overlap=overlap,
+        scores=False,
+    )
+
+
+# Measured on an H200 (docs/kernels/fwd_sm90.md); the last of a pair is for long sequences.
+D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
+D96 = _prototype(96, 96, 128)
+D96_LONG = _prototype(96, 96, 96, consumers=3)
+D128 = _prototype(128, 128, 128)
+D128_LONG = _prototype(128, 128, 160)
+D192_128 = _prototype(192, 128, 128, q_buffers=1)
+D192 = _prototype(192, 192, 112, q_buffers=1)
+D256 = _prototype(256, 256, 80, q_buffers=1, overlap=True)
+D256_LONG = replace(D256, pingpong=False)
+TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192, D256, D256_LONG)
+SELF = FwdSm90Self(
+    element="bf16",
+    head_dim=64,
+    value_dim=64,
+    block_n=128,
+    stages=2,
+    overlap=False,
+    scores=False,
+    blocks_per_sm=3,
+)
+# Keys a tile where score steps, which take registers, are compiled in; by head_dim.
+SCORES_BLOCK_N = {64: 96, 128: 128}
+
+
+def _ragged(p: Problem) -> bool:
+    return p.q_rows is not Rows.DENSE or p.k_rows is not Rows.DENSE
+
+
+def _full(p: Problem) -> bool:
+    """Whether every row sees every key: a window that is wide enough gets the same bits as none."""
+    widest = max(p.max_q, p.max_k) - 1
+    return all(side < 0 or side >= widest for side in (p.mask.left, p.mask.right))
+
+
+def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
+    """The prototype for a problem; None where heads are too wide."""
+    fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
+    tile = next(fits, None)
+    full, long = _full(p), max(p.max_q, p.max_k)
+    if tile is D64 and long <= (1024 if full else 4096):
+        return SELF
+    if tile is D96 and full and long >= 4096:
+        return D96_LONG
+    if tile is D128 and full and long >= 2048:
+        return D128_LONG
+    if tile is D256 and long >= 2048:
+        return D256_LONG
+    return tile
+
+
+def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
+    """(Batch, head) pairs that a sweep over the query tiles covers: many balance long and short
+    tiles under a causal mask, few keep keys and values in L2.
+    """
+    if _full(p) and isinstance(config, FwdSm90Self):
+        return 16
+    if _full(p):
+        return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
+    return 8 if config.head_dim == 256 and p.max_k <= 512 else 32
+
+
+def config_of(tile: FwdSm90 | FwdSm90Self, element: str, scores: bool) -> FwdSm90 | FwdSm90Self:
+    """A prototype for a storage type, with or without score steps."""
+    config = replace(tile, element=element, scores=scores)
+    if scores and isinstance(config, FwdSm90):
+        return replace(config, block_n=SCORES_BLOCK_N.get(config.head_dim, config.block_n))
+    return config
+
+
+def configs(arch: str) -> Iterator[FwdSm90]:
+    """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
+    forms = itertools.product(TILES, ELEMENTS.values(), (False, True))
+    yield from dict.fromkeys(itertools.starmap(config_of, forms))  # type: ignore[misc]
+
+
+def self_configs(arch: str) -> Iterator[FwdSm90Self]:
+    """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
+    for form in itertools.product(ELEMENTS.values(), (False, True)):
+        yield config_of(SELF, *form)  # type: ignore[misc]
+
+
+def refuses(p: Problem, device: Device) -> str | None:
+    """Why the kernels do not take a problem; None: one does."""
+    if device.arch == "host":
+        return "needs CUDA arrays, found NumPy arrays"
+    if device.arch not in KERNELS["fwd_sm90"].architectures:
+        return f"needs sm_90a, found {device.arch}"
+    if p.dtype not in ELEMENTS:
+        return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
+    tile = _tile(p)
+    if tile is None:
+        return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
+    if p.copy_bytes < 16 or not p.tma:
+        return "strides: takes rows that are 16-byte aligned and that a tensor map can describe"
+    if max(p.max_q, p.max_k) > MAX_LENGTH:
+        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
+    if p.max_k == 0:
+        return "no keys: takes at least one"
+    tiles = _m_blocks(p, tile) * p.batch * p.q_heads
+    if tiles > MAX_TILES:
+        return f"{tiles} query tiles: takes up to {MAX_TILES}"
+    return None
+
+
+def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
+    return -(-p.max_q // config.block_m)
+
+
+def launches(p: Problem, device: Device) -> tuple[Launch, ...]:
+    """One launch, of the kernel and Config for the problem."""
+    tile = _tile(p)
+    assert tile is not None
+    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
+    return (launch(p, device, config_of(tile, ELEMENTS[p.dtype], scores)),)
+
+
+def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
+    """The launch of any Config: persistent blocks, one an SM, or where they load for themselves one
+    a tile.
+    """
+    m_blocks, pairs = _m_blocks(p, config), p.batch * p.q_heads
+    persistent = isinstance(config, FwdSm90)
+    # Blocks take turns where tiles are equal; else, and at head_dim 256, whoever is done takes one.
+    equal = _full(p) and not _ragged(p) and config.head_dim < 256
+    return Launch(
+        kernel="fwd_sm90" if persistent else "fwd_sm90_self",
+        config=config,
+        grid=min(device.sms, m_blocks * pairs) if persistent else m_blocks * pairs,
+        scalars=(
+            ("m_blocks", m_blocks),
+            ("head_group", min(_head_group(p, config), pairs)),
+            ("schedule", STATIC if equal else DYNAMIC),
+        ),
+        maps=_maps(p, config),
+    )
+
+
+def _maps(p: Problem, config: FwdSm90 | FwdSm90Self) -> tuple[TensorMap, ...]:
+    """Boxes are chunks of a SwizzledTile, cuda/tile_sm90.cuh."""
+
+    def one(name: str, cols: int, rows: int, *, ragged: bool = False) -> TensorMap:
+        chunk = 64 if cols % 64 == 0 else 32
+        return TensorMap(
+            field=f"{name}_map",
+            array=name,
+            box=(chunk, rows, 1) if ragged else (chunk, rows, 1, 1),
+            axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
+            swizzle=2 * chunk,
+            ragged=ragged,
+        )
+
+    q_cols = max(config.head_dim, config.value_dim)
+    return (
+        one("q", q_cols, 64),
+        one("k", config.head_dim, config.block_n),
+        one("v", config.value_dim, config.block_n, ragged=p.k_rows is not Rows.DENSE),
+        one("out", q_cols, 64, ragged=p.q_rows is not Rows.DENSE),
+    )

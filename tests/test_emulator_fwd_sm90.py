@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fwd_sm90 and fwd_sm90_self on the emulator: every tile, whatever the plan would choose, on a GPU
+of so few SMs that each block gets several query tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rawattn.device import Device
+from rawattn.plan import Plan, fwd_sm90
+from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC, TILES
+from rawattn.problem import Problem
+from rawattn.registry import FwdSm90, FwdSm90Self
+from rawattn.testing import Case, Op, law_matches_reference
+from tools.emulator import attention
+
+pytestmark = pytest.mark.emulator
+
+Tile = FwdSm90 | FwdSm90Self
+SMALL_H200 = replace(Device.named("H200"), sms=2)
+
+
+def name(tile: Tile) -> str:
+    kind = "self" if tile is SELF else f"{tile.block_m}x{tile.block_n}"
+    return f"{tile.head_dim}-{tile.value_dim}-{kind}"
+
+
+@pytest.fixture
+def op_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op]:
+    """The op that one tile computes, with scalars of the launch changed."""
+
+    def make(tile: Tile, **scalars: int) -> Op:
+        def plan(p: Problem, device: Device, backend: str | None) -> Plan:
+            scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
+            config = fwd_sm90.config_of(tile, "fp16", scores)
+            launch = fwd_sm90.launch(p, SMALL_H200, config)
+            launch = replace(launch, scalars=tuple((dict(launch.scalars) | scalars).items()))
+            return Plan(problem=p, device=device, backend="fwd_sm90", launches=(launch,))
+
+        monkeypatch.setattr(attention, "plan", plan)
+        return attention.emulator_op()
+
+    return make
+
+
+@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
+    """Query tiles in a row, some of which see no key; padded heads; a tail of keys."""
+    case = Case(
+        q_lens=(400,) * 2,
+        k_lens=(250,) * 2,
+        dtype="float16",
+        q_heads=2,
+        kv_heads=1,
+        head_dim=tile.head_dim - 8,
+        value_dim=tile.value_dim - 16,
+        causal=True,
+    )
+    law_matches_reference(op_of(tile), case)
+
+
+@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
+    """Sequences with NaN around them, empty ones among them, and all that scores may need."""
+    case = Case(
+        q_lens=(5, 270, 0, 64),
+        k_lens=(33, 300, 7, 0),
+        dtype="float16",
+        layout="packed_used",
+        q_heads=2,
+        kv_heads=2,
+        head_dim=tile.head_dim,
+        value_dim=tile.value_dim,
+        window=(100, 3),
+        softcap=10.0,
+        alibi="heads",
+        sink=True,
+    )
+    law_matches_reference(op_of(tile), case)
+
+
+@pytest.mark.parametrize("order", (STATIC, DYNAMIC))
+def test_orders(op_of: Callable[..., Op], order: int) -> None:
+    """However blocks share the query tiles, dense and packed, with more sequences than a warp."""
+    op = op_of(TILES[0], schedule=order)
+    law_matches_reference(op, Case(q_lens=(70,) * 5, k_lens=(40,) * 5, dtype="float16"))
+    q_lens, k_lens = (0, 1, 200) * 14, (9, 0, 3) * 14
+    case = Case(q_lens=q_lens, k_lens=k_lens, dtype="float16", layout="padded", causal=True)
+    law_matches_reference(op, case)
