@@ -65,6 +65,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned src
                : "memory");
 }
 
+// ---- Transposition of an 8 x 8 matrix of 16-bit elements in registers (PTX ISA: movmatrix). ----
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned x) {
+  unsigned d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+  return d;
+}
+
 // ---- Warp matrix products, d += a b, float32 accumulators (PTX ISA: mma.m16n8k16). ----
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4],
                                                   unsigned b0, unsigned b1) {
@@ -85,6 +92,18 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- Arithmetic on pairs of halves (PTX ISA: mul, sub). ----
+__device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
+  unsigned d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ unsigned sub_f16x2(unsigned a, unsigned b) {
+  unsigned d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 // ---- Conversions and special functions (PTX ISA: cvt, ex2, lg2, rcp). `lo` lands in bits 0-15.
 // ----
 __device__ __forceinline__ unsigned cvt_bf16x2(float lo, float hi) {
@@ -95,6 +114,11 @@ __device__ __forceinline__ unsigned cvt_bf16x2(float lo, float hi) {
 __device__ __forceinline__ unsigned cvt_f16x2(float lo, float hi) {
   unsigned d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(unsigned short x) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(x));
   return d;
 }
 __device__ __forceinline__ float ex2_approx(float x) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Storage types of tensors. Arithmetic is float32; tensor cores take 16-bit pairs packed in 32-bit
-// registers.
+// registers. Caches may hold 8 bits an element, value = element * scale.
 #pragma once
 
-#include "ptx_sm80.cuh"
+#include "ptx_sm89.cuh"
 
 struct alignas(2) bf16 {
   unsigned short bits;
@@ -28,6 +28,111 @@ struct alignas(2) fp16 {
     ptx::mma_m16n8k16_f16(d, a, b0, b1);
   }
 };
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kFp8Instructions = false;
+#else
+constexpr bool kFp8Instructions = true;
+#endif
+
+// To an 8-bit float of kMantissa bits whose exponents begin at 2^kSmallest: ties to even, beyond
+// `largest` (its bits) the largest, one NaN. What the instructions of sm_89 do, for older GPUs.
+template <int kMantissa, int kSmallest, int kLargestBits>
+__device__ __forceinline__ unsigned narrow_fp8(float x) {
+  const unsigned bits = __float_as_uint(x);
+  const unsigned magnitude = bits & 0x7fffffffu;
+  constexpr int kDropped = 23 - kMantissa;
+  constexpr unsigned kBias = static_cast<unsigned>(126 + kSmallest) << 23;
+  unsigned narrow;
+  if (magnitude < kBias + (1u << 23)) {  // subnormal: units of 2^(kSmallest - kMantissa)
+    constexpr float kUnits =
+        __builtin_bit_cast(float, static_cast<unsigned>(127 + kMantissa - kSmallest) << 23);
+    narrow = __float2int_rn(__uint_as_float(magnitude) * kUnits);
+  } else {
+    const unsigned half = (1u << (kDropped - 1)) - 1;
+    narrow = (magnitude - kBias + half + (magnitude >> kDropped & 1)) >> kDropped;
+  }
+  narrow = narrow < kLargestBits ? narrow : kLargestBits;
+  return magnitude > 0x7f800000u ? 0x7fu : (bits >> 24 & 0x80u) | narrow;
+}
+
+// Elements of a cache, 8 bits each. `narrow` rounds two floats, the first to bits 0-7; `widen` makes
+// two elements a pair of halves, exactly.
+struct e4m3 {
+  unsigned char bits;
+
+  static __device__ __forceinline__ unsigned short narrow(float lo, float hi) {
+    if constexpr (kFp8Instructions) {
+      return ptx::cvt_e4m3x2(lo, hi);
+    } else {
+      return narrow_fp8<3, -6, 0x7e>(lo) | narrow_fp8<3, -6, 0x7e>(hi) << 8;
+    }
+  }
+  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
+    if constexpr (kFp8Instructions) {
+      return ptx::cvt_f16x2_e4m3x2(pair);
+    } else {
+      // Moved to a half's place the exponent is 8 too small. 0x7f, in which adding one carries, is
+      // NaN.
+      const unsigned x = __byte_perm(pair, 0, 0x1404);
+      const unsigned magnitude = x & 0x7f007f00u;
+      const unsigned nan = (magnitude + 0x01000100u) & 0x80008000u;
+      return ptx::mul_f16x2(magnitude >> 1, 0x5c005c00u) | (nan - (nan >> 15)) | (x & 0x80008000u);
+    }
+  }
+};
+
+struct e5m2 {
+  unsigned char bits;
+
+  static __device__ __forceinline__ unsigned short narrow(float lo, float hi) {
+    if constexpr (kFp8Instructions) {
+      return ptx::cvt_e5m2x2(lo, hi);
+    } else {
+      return narrow_fp8<2, -14, 0x7b>(lo) | narrow_fp8<2, -14, 0x7b>(hi) << 8;
+    }
+  }
+  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
+    return __byte_perm(pair, 0, 0x1404);  // the upper byte of a half
+  }
+};
+
+// Two's complement, -128 to 127, to which what is beyond is rounded; NaN becomes -128.
+struct int8 {
+  unsigned char bits;
+
+  static __device__ __forceinline__ unsigned short narrow(float lo, float hi) {
+    auto one = [](float x) {
+      return __float2int_rn(x >= -128.f ? (x <= 127.f ? x : 127.f) : -128.f) & 0xff;
+    };
+    return one(lo) | one(hi) << 8;
+  }
+  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
+    // 1024 + (element + 128) has the element in its low bits.
+    return ptx::sub_f16x2(__byte_perm(pair ^ 0x8080u, 0x64646464u, 0x4140), 0x64806480u);
+  }
+};
+
+// ---- One element <-> float ----
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(x.bits << 16); }
+__device__ __forceinline__ float to_float(fp16 x) { return ptx::cvt_f32_f16(x.bits); }
+template <class T>
+__device__ __forceinline__ float to_float(T x) {
+  return ptx::cvt_f32_f16(T::widen(x.bits) & 0xffff);
+}
+
+// Rounds to nearest, ties to even.
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return x;
+  } else if constexpr (sizeof(T) == 2) {
+    return {static_cast<unsigned short>(T::pack(x, 0.f))};
+  } else {
+    return {static_cast<unsigned char>(T::narrow(x, 0.f))};
+  }
+}
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLargest = 3.402823466e38f;

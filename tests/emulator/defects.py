@@ -22,6 +22,7 @@ import numpy as np
 from rawattn import registry
 from rawattn.testing import Case, Op, Record, assert_close, expected, tensors
 from rawattn.testing import run as run_op
+from tests.emulator import cache_defects
 from tools.emulator import BuildError, EmulatorError, available, pack, run, tensor_map
 from tools.emulator.attention import attention
 
@@ -77,7 +78,8 @@ def _expected(case: Case):  # type: ignore[no-untyped-def]
 
 
 def forward(case: Case, folder: Path, seed: int) -> None:
-    op = Op(name="defect", call=functools.partial(attention, seeds=(seed,), kernels=folder))
+    options = {"seeds": (seed,), "kernels": folder, "backend": "fwd_sm80"}
+    op = Op(name="defect", call=functools.partial(attention, **options))
     assert_close(run_op(op, tensors(case)), _expected(case), case, Record())
 
 
@@ -121,7 +123,7 @@ SM80 = {
         ("copies do not step back", "tile.cuh", r"kBack = T::kRows", "kBack = 0"),
         ("V with the strides of K", KERNEL, r"stride_v_row, p.val", "stride_k_row, p.val"),
         ("KV head of the query head", KERNEL, r"kv_head = [^;]*;", "kv_head = tile.q_head;"),
-        ("query tile off by one", "schedule.cuh", r"p.m_blocks - 1 - ", "p.m_blocks - "),
+        ("query tile off by one", "schedule.cuh", r"m_blocks - 1 - ", "m_blocks - "),
         (
             "tiles end too early",
             "mask.cuh",
@@ -161,7 +163,7 @@ SM80 = {
             r"\1",
         ),
         ("tail rows of V not zeroed", KERNEL, r"copy_part<!kMasked>", "copy_part<true>"),
-        ("no guard of empty rows", "softmax.cuh", r"max == kEmptyMax \? 0.f : max", "max"),
+        ("no guard of empty rows", "softmax.cuh", r"fmaxf\(max, -kLargest\)", "max"),
     ],
     pairs: [
         ("pair: no barrier in exchange", KERNEL, r"\n    sync_pair\(\);\n", "\n"),
@@ -232,7 +234,7 @@ SM90 = [
 
 DEFECTS = [
     Defect(what=what, file=file, old=old, new=new, run=probe)
-    for probe, table in SM80.items()
+    for probe, table in (*SM80.items(), *cache_defects.TABLES.items())
     for what, file, old, new in table
 ]
 DEFECTS += [Defect(what=w, file="gemm_sm90.cu", old=o, new=n, run=gemm) for w, o, n in SM90]

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// PagedAttention v2: v1 (paged_v1.cu), with the keys of a sequence cut in partitions of 512 that
+// blocks of their own attend to, and a second launch that merges them.
+//
+//              partition 0       1       2
+//   sequence  |-- 512 ---|-- 512 ---|-- 300 --|         one block each: max, sum, out
+//                   \\          |         /
+//                     paged_v2_reduce                    one block a row
+//
+// Grid of paged_v2: (sequences) x (partitions) x (query heads), heads fastest; blocks past the end
+// of their sequence leave at once. Grid of paged_v2_reduce: (sequences) x (query heads).
+//
+// A partition leaves in the workspace its max and sum, and out without the division, all float32.
+// What no partition wrote is not read.
+#pragma once
+
+#include "paged_attend.cuh"
+
+template <class C>
+using PagedV2Smem = PagedSmem<C>;
+template <class C>
+using PagedV2ReduceSmem = PagedSmem<C>;
+
+// Where partitions leave their part of a row: max, sum, then out.
+__device__ __forceinline__ float* part_of(const PagedV2Params& p, const PagedRow& row,
+                                          int partition) {
+  const long long number =
+      (static_cast<long long>(row.batch) * p.q_heads + row.head) * p.partitions + partition;
+  return p.workspace + number * (p.value_dim + 2);
+}
+
+template <class C>
+__device__ __forceinline__ void paged_v2(const PagedV2Params& p) {
+  extern __shared__ __align__(16) unsigned char smem_bytes[];
+  PagedSmem<C>& smem = *reinterpret_cast<PagedSmem<C>*>(smem_bytes);
+  const unsigned head = blockIdx.x % static_cast<unsigned>(p.q_heads);
+  const unsigned rest = blockIdx.x / static_cast<unsigned>(p.q_heads);
+  const int partition = rest % static_cast<unsigned>(p.partitions);
+  const PagedRow row(p, rest / static_cast<unsigned>(p.partitions) * p.q_heads + head);
+  const int first = partition * C::partition;
+  if (first >= row.k_len) return;
+  const int begin = max(first, PagedSequence(p, row.batch).first_key(p));
+  attend(smem, p, row, begin, min(row.k_len, first + C::partition));
+
+  const PagedTotal<C> total(smem);
+  float* part = part_of(p, row, partition);
+  if (threadIdx.x == 0) {
+    part[0] = total.max;
+    part[1] = total.sum;
+  }
+  for (int d = threadIdx.x; d < p.value_dim; d += C::threads) part[2 + d] = total.out(smem, d);
+}
+
+template <class C>
+__device__ __forceinline__ void paged_v2_reduce(const PagedV2Params& p) {
+  extern __shared__ __align__(16) unsigned char smem_bytes[];
+  PagedSmem<C>& smem = *reinterpret_cast<PagedSmem<C>*>(smem_bytes);
+  constexpr int kSteps = C::head_dim / 32;  // dimensions of a lane
+  const PagedRow row(p, blockIdx.x);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float max = kEmptyMax, sum = 0.f, out[kSteps] = {};
+  for (int i = warp; i < ceil_div(row.k_len, C::partition); i += C::warps) {
+    const float* part = part_of(p, row, i);
+    const float top = fmaxf(max, part[0]);
+    const float alpha = ptx::ex2_approx(max - finite_max(top));
+    const float weight = ptx::ex2_approx(part[0] - finite_max(top));
+    max = top;
+    sum = sum * alpha + part[1] * weight;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int d = 32 * step + lane;
+      if (d < p.value_dim) out[step] = fmaf(part[2 + d], weight, out[step] * alpha);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) smem.out[warp][32 * step + lane] = out[step];
+  if (lane == 0) {
+    smem.max[warp] = max;
+    smem.sum[warp] = sum;
+  }
+  __syncthreads();
+  write_row(smem, p, row);
+}

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// One query over some keys of an x-major cache, by one warp.
+//
+// A warp takes 32 keys at a time, a tile, and keeps a softmax of its own. For scores a lane is a
+// key: neighbouring lanes read neighbouring 16 bytes, chunk by chunk of the head. For values a lane
+// is a dimension and a few of the tile's keys, which lie side by side.
+#pragma once
+
+#include "pages.cuh"
+#include "piece.cuh"
+#include "softmax.cuh"
+
+constexpr int kTileKeys = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// What a warp has of a row: out = sum of 2^(score - max) v, not divided by `sum` yet.
+template <class C>
+struct PagedSmem {
+  float q[C::head_dim];
+  float weights[C::warps][kTileKeys];
+  float out[C::warps][C::head_dim];
+  float max[C::warps];
+  float sum[C::warps];
+};
+
+// ---- Which keys, of which row --------------------------------------------------------------------
+
+// The row of a block, a (sequence, query head) pair, and its keys [begin, end).
+struct PagedRow {
+  int batch, head, kv_head;
+  int k_len;
+  const int* pages;
+
+  __device__ __forceinline__ PagedRow(const PagedParams& p, unsigned number)
+      : batch(number / static_cast<unsigned>(p.q_heads)),
+        head(number % static_cast<unsigned>(p.q_heads)),
+        kv_head(head / p.group) {
+    const PagedSequence sequence(p, batch);
+    k_len = sequence.k_len;
+    pages = sequence.pages;
+  }
+};
+
+// Block-sparse attention as PagedAttention has it: of the blocks of block_size keys a head sees the
+// last local_blocks, and every vert_stride-th, from an offset that moves from head to head.
+template <class Params>
+struct BlockSparse {
+  int offset;
+  int first_local;
+
+  __device__ __forceinline__ BlockSparse(const Params& p, const PagedRow& row) {
+    const int step = p.head_sliding_step;
+    const int heads = step < 0 ? p.kv_heads : p.q_heads;
+    const int head = p.tp_rank * heads + (step < 0 ? row.kv_head : row.head);
+    offset = head * (step < 0 ? -step : step) + 1;
+    first_local = p.vert_stride > 1 ? (row.k_len - 1) / p.block_size - p.local_blocks + 1 : 0;
+  }
+  __device__ __forceinline__ bool sees(const Params& p, int key) const {
+    if (p.vert_stride <= 1) return true;
+    const int block = key / p.block_size;
+    return block >= first_local || (block + offset) % p.vert_stride == 0;
+  }
+};
+
+// ---- The query, in shared memory -----------------------------------------------------------------
+
+// 8-bit caches leave the type of q and out to a flag; others have it themselves.
+template <class C>
+__device__ __forceinline__ float read_element(const PagedParams& p, const void* x, long long i) {
+  if constexpr (sizeof(typename C::Cache) > 1) {
+    return to_float(static_cast<const typename C::Cache*>(x)[i]);
+  } else {
+    return p.q_bf16 ? to_float(static_cast<const bf16*>(x)[i])
+                    : to_float(static_cast<const fp16*>(x)[i]);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void load_q(PagedSmem<C>& smem, const PagedParams& p,
+                                       const PagedRow& row) {
+  const long long first = row.batch * p.stride_q_batch + row.head * p.stride_q_head;
+  for (int d = threadIdx.x; d < C::head_dim; d += C::threads) {
+    smem.q[d] = d < p.head_dim ? read_element<C>(p, p.q, first + d) : 0.f;
+  }
+  __syncthreads();
+}
+
+// ---- A warp --------------------------------------------------------------------------------------
+
+template <class C, class Params>
+struct PagedWarp {
+  using Cache = typename C::Cache;
+  static constexpr int kChunk = 16 / sizeof(Cache);            // elements of 16 bytes
+  static constexpr int kKeysAtOnce = kChunk < 8 ? 8 : kChunk;  // whose values a lane reads
+  static constexpr int kKeyLanes = kTileKeys / kKeysAtOnce;    // lanes of a dimension
+  static constexpr int kDimsAtOnce = 32 / kKeyLanes;
+  static constexpr int kSteps = C::head_dim / kDimsAtOnce;
+  static constexpr int kAhead = 8;  // loads of 16 bytes under way a lane
+  static constexpr int kValuesAhead = kAhead * kChunk / kKeysAtOnce;
+
+  const Params& p;
+  const PagedRow& row;
+  PagedSmem<C>& smem;
+  float max = kEmptyMax;
+  float sum = 0.f;         // of the weights of this lane's keys
+  float out[kSteps] = {};  // of dimensions kDimsAtOnce * step + lane / kKeyLanes
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int number() { return threadIdx.x / 32; }
+
+  // q . k of one key.
+  __device__ __forceinline__ float product(int key) const {
+    const int column = static_cast<unsigned>(key) / static_cast<unsigned>(p.page);
+    const auto* k = static_cast<const Cache*>(p.k_cache) + row.pages[column] * p.stride_k_block +
+                    row.kv_head * p.stride_k_head + (key - column * p.page) * p.stride_k_token;
+    float dot = 0.f;
+    if (on_16_bytes(k)) {
+      for (int first = 0; first < p.head_dim; first += kAhead * kChunk) {
+        Piece<Cache, kChunk> chunks[kAhead];
+#pragma unroll
+        for (int c = 0; c < kAhead; ++c, k += p.stride_k_chunk) {
+          if (first + c * kChunk < p.head_dim) chunks[c].load(k, kChunk, true);
+        }
+#pragma unroll
+        for (int c = 0; c < kAhead; ++c) {
+          const int d = first + c * kChunk;
+          if (d < p.head_dim) dot = add_products(dot, &smem.q[d], chunks[c]);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int d = 0; d < p.head_dim; ++d) {
+        dot = fmaf(smem.q[d], to_float(k[d / kChunk * p.stride_k_chunk + d % kChunk]), dot);
+      }
+    }
+    return dot;
+  }
+
+  static __device__ __forceinline__ float add_products(float dot, const float* q,
+                                                       const Piece<Cache, kChunk>& chunk) {
+    float x[kChunk];
+    chunk.to_floats(x);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) dot = fmaf(q[i], x[i], dot);
+    return dot;
+  }
+
+  // The score of one key in units of the softmax: log2.
+  __device__ __forceinline__ float score(int key, float k_scale, float slope_log2) const {
+    const float scaled = product(key) * (p.scale_log2 * k_scale);
+    const float capped =
+        p.softcap_log2 > 0.f ? p.softcap_log2 * tanhf(scaled / p.softcap_log2) : scaled;
+    return capped - slope_log2 * static_cast<float>(row.k_len - 1 - key);
+  }
+
+  // The scores of a tile, one a lane, become weights in shared memory; what there is so far is
+  // rescaled to the new max.
+  __device__ __forceinline__ void weigh(float score) {
+    float top = fmaxf(max, score);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, distance));
+    }
+    const float alpha = ptx::ex2_approx(max - finite_max(top));
+    if (alpha != 1.f) {
+      sum *= alpha;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) out[step] *= alpha;
+    }
+    max = top;
+    const float weight = ptx::ex2_approx(score - finite_max(top));
+    sum += weight;
+    __syncwarp();  // the weights of the last tile have been read
+    smem.weights[number()][lane()] = weight;
+    __syncwarp();
+  }
+
+  // out += weights times values. A value of weight 0 may lie in a slot that holds nothing: unless
+  // all keys of the tile are seen, it is not multiplied.
+  __device__ __forceinline__ void accumulate(int tile, bool all_seen) {
+    const int first = lane() % kKeyLanes * kKeysAtOnce;  // of this lane's keys
+    const float* weights = &smem.weights[number()][first];
+    float w[kKeysAtOnce];
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kKeysAtOnce; ++i) {
+      w[i] = weights[i];
+      any |= w[i] != 0.f;
+    }
+    if (!any) return;
+    const Cache* v = value(tile + first);
+    if (p.page % kKeysAtOnce == 0 && on_16_bytes(v)) {
+#pragma unroll
+      for (int first = 0; first < kSteps; first += kValuesAhead) {
+        Piece<Cache, kKeysAtOnce> pieces[kValuesAhead];
+#pragma unroll
+        for (int i = 0; i < kValuesAhead; ++i) {
+          const int d = dim(first + i);
+          if (d < p.value_dim) pieces[i].load(v + d * p.stride_v_dim, kKeysAtOnce, true);
+        }
+#pragma unroll
+        for (int i = 0; i < kValuesAhead; ++i) {
+          if (dim(first + i) < p.value_dim) add_values(out[first + i], w, pieces[i], all_seen);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kKeysAtOnce; ++i) {
+        if (weights[i] != 0.f) add_one(value(tile + first + i), weights[i]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void add_values(float& sum, const float (&w)[kKeysAtOnce],
+                                                    const Piece<Cache, kKeysAtOnce>& piece,
+                                                    bool all_seen) {
+    float x[kKeysAtOnce];
+    piece.to_floats(x);
+#pragma unroll
+    for (int i = 0; i < kKeysAtOnce; ++i) {
+      sum = fmaf(w[i], all_seen || w[i] != 0.f ? x[i] : 0.f, sum);
+    }
+  }
+
+  __device__ __forceinline__ void add_one(const Cache* v, float weight) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (dim(step) < p.value_dim) {
+        out[step] = fmaf(weight, to_float(v[dim(step) * p.stride_v_dim]), out[step]);
+      }
+    }
+  }
+
+  // Where the value of a key lies, of dimension 0.
+  __device__ __forceinline__ const Cache* value(int key) const {
+    const int column = static_cast<unsigned>(key) / static_cast<unsigned>(p.page);
+    return static_cast<const Cache*>(p.v_cache) + row.pages[column] * p.stride_v_block +
+           row.kv_head * p.stride_v_head + (key - column * p.page) * p.stride_v_token;
+  }
+
+  // The dimension that out[step] is of.
+  static __device__ __forceinline__ int dim(int step) {
+    return step * kDimsAtOnce + lane() / kKeyLanes;
+  }
+  // Rows of 16 bytes that follow it do then as well.
+  static __device__ __forceinline__ bool on_16_bytes(const void* at) {
+    return reinterpret_cast<unsigned long long>(at) % 16 == 0;
+  }
+
+  // Leaves the warp's part of the row in shared memory.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int distance = 1; distance < kKeyLanes; distance *= 2) {
+        out[step] += __shfl_xor_sync(kAllLanes, out[step], distance);
+      }
+      if (lane() % kKeyLanes == 0) smem.out[number()][dim(step)] = out[step];
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    if (lane() == 0) {
+      smem.max[number()] = max;
+      smem.sum[number()] = sum;
+    }
+  }
+};

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The PTX instructions of sm_89 and newer that kernels use: conversions with 8-bit floats. One
+// instruction a function, named after it, no logic.
+#pragma once
+
+#include "ptx_sm80.cuh"
+
+namespace ptx {
+
+// ---- Conversions (PTX ISA: cvt). `lo` lands in bits 0-7; out of range becomes the largest finite
+// value. ----
+__device__ __forceinline__ unsigned short cvt_e4m3x2(float lo, float hi) {
+  unsigned short d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ unsigned short cvt_e5m2x2(float lo, float hi) {
+  unsigned short d;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ unsigned cvt_f16x2_e4m3x2(unsigned short x) {
+  unsigned d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(x));
+  return d;
+}
+
+}  // namespace ptx

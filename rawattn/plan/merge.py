@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of ``cuda/merge.cu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from rawattn.cache_configs import Merge
+from rawattn.cache_problem import MergeProblem
+from rawattn.device import Device
+from rawattn.paged_problem import ITEMSIZES
+from rawattn.plan.base import MAX_GRID, REFERENCE, Backend, Launch, Plan, choose
+from rawattn.registry import KERNELS
+
+ELEMENTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "float", "float8_e4m3fn": "e4m3"}
+# dtype of the states: those of out
+OUTS = {
+    "float16": ("float16", "float8_e4m3fn"),
+    "bfloat16": ("bfloat16", "float8_e4m3fn"),
+    "float32": ("float32", "float16", "bfloat16", "float8_e4m3fn"),
+}
+MAX_HEAD_DIM = 1024  # a block holds a row
+
+
+def configs(arch: str) -> Iterator[Merge]:
+    """Every Config that `launches` can choose."""
+    for dtype, outs in OUTS.items():
+        for out in outs:
+            for pair in (False, True):
+                yield Merge(
+                    element=ELEMENTS[dtype], out=ELEMENTS[out], pair=pair, parts=_parts(out)
+                )
+
+
+def refuses(p: MergeProblem, device: Device) -> str | None:
+    """Why the kernel does not take a problem; None: it does."""
+    if device.arch == "host":
+        return "needs CUDA arrays, found NumPy arrays"
+    if device.arch not in KERNELS["merge"].architectures:
+        return f"needs one of {', '.join(KERNELS['merge'].architectures)}, found {device.arch}"
+    if p.out_dtype not in OUTS.get(p.dtype, ()):
+        takes = "; ".join(f"{x} to {', '.join(outs)}" for x, outs in OUTS.items())
+        return f"states of {p.dtype} to {p.out_dtype}: takes {takes}"
+    if p.states < 1:
+        return f"{p.states} states: takes one and more"
+    if p.head_dim > MAX_HEAD_DIM:
+        return f"head_dim={p.head_dim}: takes up to {MAX_HEAD_DIM}"
+    if p.tokens * p.heads > MAX_GRID:
+        return f"{p.tokens} x {p.heads} rows: takes up to {MAX_GRID}"
+    return None
+
+
+def _row_threads(p: MergeProblem) -> int:
+    """Threads a row; one where it has no columns, for its lse."""
+    return max(1, -(-p.head_dim // (_parts(p.out_dtype) * 16 // ITEMSIZES[p.out_dtype])))
+
+
+def _parts(out_dtype: str) -> int:
+    """Pieces a thread: what they share, finding the row and weighing its states, is most of the
+    work where a piece is small."""
+    return 1 if ITEMSIZES[out_dtype] == 1 else 2
+
+
+def launches(p: MergeProblem, device: Device) -> tuple[Launch, ...]:
+    """One launch: a block for a few rows."""
+    config = Merge(
+        element=ELEMENTS[p.dtype],
+        out=ELEMENTS[p.out_dtype],
+        pair=p.states == 2,
+        parts=_parts(p.out_dtype),
+    )
+    rows, row_threads = p.tokens * p.heads, _row_threads(p)
+    return (
+        Launch(
+            kernel="merge",
+            config=config,
+            grid=-(-rows // (config.threads // row_threads)),
+            scalars=(("rows", rows), ("row_threads", row_threads)),
+        ),
+    )
+
+
+BACKENDS = (Backend(name="merge", refuses=refuses, launches=launches), REFERENCE)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(problem: MergeProblem, device: Device, backend: str | None = None) -> Plan:
+    """The plan for a problem on a device; as `plan.dense.plan` otherwise."""
+    return choose(BACKENDS, problem, device, backend)
