@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of a part of decode_split: which queries and heads they are, what keys they see, and q.
+#pragma once
+
+#include "decode_load.cuh"
+#include "softmax.cuh"
+
+// The rows of a part, (query, head of the group) = query * group + head, in blocks of kRows.
+template <class C>
+struct RowBlock {
+  static constexpr int kRows = 8 * C::row_tiles;
+  int batch, kv_head, k_len;
+  int first;  // row of the block among those of the KV head
+  int count;  // rows of the block that exist
+  int shift;  // the diagonal of query i is key i + shift
+
+  __device__ __forceinline__ RowBlock(const DecodeSplitParams& p, const BlockPlace& at,
+                                      const Walk<C>& walk)
+      : batch(walk.batch),
+        kv_head(at.kv_head(p, walk.line)),
+        k_len(walk.k_len),
+        first(at.row_block(p, walk.line) * kRows),
+        count(max(0, min(kRows, walk.q_len * p.group - first))),
+        shift(walk.k_len - walk.q_len) {}
+
+  __device__ __forceinline__ int query(const DecodeSplitParams& p, int row) const {
+    return divide(first + row, p.group_magic, p.group_shift);
+  }
+  __device__ __forceinline__ int q_head(const DecodeSplitParams& p, int row, int query) const {
+    return kv_head * p.group + first + row - query * p.group;
+  }
+
+  __device__ __forceinline__ const unsigned short* q_row(const DecodeSplitParams& p,
+                                                         int row) const {
+    const int query = this->query(p, row);
+    return static_cast<const unsigned short*>(p.q) +
+           sequence_offset(p.cu_seqlens_q, batch, p.stride_q_batch, p.stride_q_row) +
+           query * p.stride_q_row + q_head(p, row, query) * p.stride_q_head;
+  }
+
+  // ALiBi, log2 units.
+  __device__ __forceinline__ float slope(const DecodeSplitParams& p, int row, int query) const {
+    return to_log2(__ldg(p.alibi_slopes + batch * p.stride_alibi_batch + q_head(p, row, query)));
+  }
+
+  // Whether a row sees a key of the sequence.
+  __device__ __forceinline__ bool sees(const DecodeSplitParams& p, int row, int query,
+                                       int key) const {
+    const int after = key - query - shift;
+    if (p.window_left >= 0 && after < -p.window_left) return false;
+    if (p.tree_mask == nullptr) return p.window_right < 0 || after <= p.window_right;
+    if (key < shift) return true;
+    if (row >= count) return false;  // no row of the mask
+    const unsigned char* of_sequence =
+        p.tree_mask +
+        sequence_offset(p.cu_seqlens_q, batch, p.stride_tree_batch, p.stride_tree_row);
+    return of_sequence[query * p.stride_tree_row + key - shift] != 0;
+  }
+
+  // Keys from `from` up to `to` are seen by every row.
+  __device__ __forceinline__ void interval(const DecodeSplitParams& p, int& from, int& to) const {
+    from = 0;
+    to = k_len;
+    if constexpr (C::features) {
+      if (p.window_left >= 0) from = k_len - 1 - p.window_left;
+      if (p.tree_mask != nullptr) {
+        to = max(0, shift);
+      } else if (p.window_right >= 0) {
+        to = min(k_len, shift + p.window_right + 1);
+      }
+    }
+  }
+};
+
+// q of a block of rows, as the B operand of K Q^T: in registers of each warp, or in shared memory.
+template <class C>
+struct Query {
+  using Tile = KvTile<C>;
+  static constexpr int kSteps = C::head_dim / 16;
+  static constexpr bool kRegisters = C::row_tiles == 1 && C::head_dim * Tile::kItem <= 256;
+  static constexpr int kStride = C::head_dim + 8;  // elements of a row in shared memory
+  static_assert(kRegisters || Tile::kWide, "8-bit caches: rows of one tile");
+
+  unsigned q[kRegisters ? kSteps : 1][2];
+  float scale[2];  // of the scores of rows 2t and 2t + 1, log2 units; several tiles: [0], of all
+
+  // B operand of K Q^T: row r of the block, two pairs of dimensions a step.
+  __device__ __forceinline__ void load(const DecodeSplitParams& p, const RowBlock<C>& rows) {
+    static_assert(kRegisters, "q is in shared memory");
+    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const bool there = r < rows.count;
+    const unsigned short* from = nullptr;
+    if (there) from = rows.q_row(p, r);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int dim = 16 * step + (Tile::kWide ? 2 * t + 8 * e : 4 * t + 2 * e);
+        q[step][e] =
+            there && dim < p.head_dim ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+      }
+    }
+    if constexpr (!Tile::kWide) halve(p);
+  }
+
+  // Several tiles: rows of q to shared memory, [kRows][kStride], by all threads of the block.
+  static __device__ __forceinline__ void stage(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                               unsigned short* to) {
+    constexpr int kPieces = C::head_dim / 8;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < RowBlock<C>::kRows * kPieces; i += C::threads) {
+      const int row = i / kPieces, dim = i % kPieces * 8;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (row < rows.count && dim < p.head_dim) {
+        x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + dim));
+      }
+      *reinterpret_cast<uint4*>(to + row * kStride + dim) = x;
+    }
+  }
+
+  // Before a part's first unit, after load().
+  __device__ __forceinline__ void begin(const DecodeSplitParams& p, const RowBlock<C>& rows) {
+    if constexpr (Tile::kWide) {
+      scale[0] = scale[1] = p.scale_log2;
+    } else {
+      const float k_scale = p.k_scale == nullptr
+                                ? 1.f
+                                : __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
+                                        rows.kv_head * p.stride_k_scale_head);
+      scale[0] *= p.scale_log2 * k_scale;
+      scale[1] *= p.scale_log2 * k_scale;
+    }
+  }
+
+ private:
+  // q becomes halves of which each row's largest has the exponent 14, and scale takes in what that
+  // divides by: the range of bf16 is not that of halves.
+  __device__ __forceinline__ void halve(const DecodeSplitParams& p) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      largest = fmaxf(largest, fabsf(element(p, q[i / 2][i % 2] & 0xffff)));
+      largest = fmaxf(largest, fabsf(element(p, q[i / 2][i % 2] >> 16)));
+    }
+    const int exponent = static_cast<int>(__float_as_uint(quad_max(largest)) >> 23) - 127;
+    const int raise = min(max(14 - exponent, -120), 120);
+    const float factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
+    const float inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      unsigned& x = q[i / 2][i % 2];
+      x = fp16::pack(element(p, x & 0xffff) * factor, element(p, x >> 16) * factor);
+    }
+    // Lane (r, t) has row r; scores are of rows 2t and 2t + 1.
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      scale[e] = __shfl_sync(0xffffffffu, inverse, 4 * (2 * (threadIdx.x % 4) + e));
+    }
+  }
+  static __device__ __forceinline__ float element(const DecodeSplitParams& p, unsigned bits) {
+    const auto x = static_cast<unsigned short>(bits);
+    return p.q_bf16 != 0 ? to_float(bf16{x}) : to_float(fp16{x});
+  }
+};

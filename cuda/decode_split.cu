@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split-KV flash-decoding over a paged cache, in one launch: the last tokens of each sequence, few
+// rows, against all of its keys, read once, at the speed of memory.
+//
+//   out = softmax(mask(scores(scale * q k^T))) v,   lse = natural log of the softmax denominator
+//
+// Grid: any number of blocks, one or so an SM. splits.cuh says which keys of which sequences are
+// whose; nothing is planned on the host, so a captured launch follows lengths that change.
+// In a block each warp is on its own: it has a ring of stages of shared memory, loads a unit of keys
+// and values into each (decode_load.cuh), and attends to it (decode_warp.cuh). Units of a part go to
+// the warps in turn. Warps meet only where a part ends, and their rings run ahead across parts.
+// Merging: first the warps of a block, through shared memory; then, where a segment has several
+// parts, these, through the workspace: whichever block arrives last at the counter of the segment
+// adds them all, in order of their position, so same inputs and same grid give same bits. The
+// counter is back at zero then. No block waits for another. C::cluster blocks may instead share one
+// segment, and exchange their sums through distributed shared memory: for few segments that is
+// faster, since no workspace has to be read back.
+// Numerics: float32 accumulation, log2 units, P rounded to 16 bits, 8-bit caches widened to halves.
+// Slots past a sequence's end never reach a result; table entries past its last page are not read.
+
+#include "decode_warp.cuh"
+
+template <class C>
+struct DecodeSplitSmem {
+  static constexpr bool kStagedQ = !Query<C>::kRegisters;
+  static constexpr int kQRows = kStagedQ ? RowBlock<C>::kRows : 1;
+  alignas(1024) unsigned char ring[C::warps][C::stages][KvTile<C>::kStageBytes];
+  // Sums of a tile of each warp. Rows are 4 floats longer: no bank twice.
+  float out[C::warps][8][C::head_dim + 4];
+  float2 max_sum[C::warps][8];
+  alignas(16) unsigned short q[2][kQRows][kQRows > 1 ? Query<C>::kStride : 8];
+  Walk<C> parked[kStagedQ ? C::warps : 1];
+  // Clusters: this block's share of the slices of every block.
+  float4 peers[C::cluster][C::cluster > 1 ? 4 * C::head_dim / C::cluster : 1];
+  unsigned long long full[C::warps][C::stages];
+  int arrived;
+};
+
+// A part's share of two neighbouring columns of a row: unnormalised, with the row's max and sum.
+struct Slice {
+  float2 out;
+  float max, sum;
+
+  __device__ __forceinline__ Slice() : out(make_float2(0.f, 0.f)), max(kEmptyMax), sum(0.f) {}
+
+  // Adds the first `count` of others, (out, max, sum) each; all reads and exponentials are
+  // independent of one another.
+  template <int kOthers>
+  __device__ __forceinline__ void add(const float4 (&others)[kOthers], int count) {
+    const float old_max = max;
+#pragma unroll
+    for (int i = 0; i < kOthers; ++i) {
+      if (i < count) max = fmaxf(max, others[i].z);
+    }
+    const float used_max = finite_max(max);
+    scale(ptx::ex2_approx(old_max - used_max));
+#pragma unroll
+    for (int i = 0; i < kOthers; ++i) {
+      const float weight = i < count ? ptx::ex2_approx(others[i].z - used_max) : 0.f;
+      if (weight == 0.f) continue;  // nothing, whatever is there
+      out.x += weight * others[i].x;
+      out.y += weight * others[i].y;
+      sum += weight * others[i].w;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void scale(float factor) {
+    out.x *= factor;
+    out.y *= factor;
+    sum *= factor;
+  }
+};
+
+// What a row's sum and a sink make of it: the factor of out, and lse. As OnlineSoftmax::finish.
+__device__ __forceinline__ float finish_row(float max, float sum, float sink_log2, float& lse) {
+  const float total_max = fmaxf(max, sink_log2);
+  const float used_max = finite_max(total_max);
+  const float rescale = ptx::ex2_approx(max - used_max);
+  const float total = sum * rescale + ptx::ex2_approx(sink_log2 - used_max);
+  lse = total == 0.f ? kEmptyMax : (used_max + ptx::lg2_approx(total)) * kLn2;
+  return total == 0.f ? 0.f : rescale * ptx::rcp_approx(total);
+}
+
+// Two columns of a row, in the type of out.
+template <class C>
+__device__ __forceinline__ unsigned pack_out(const DecodeSplitParams& p, float a, float b) {
+  if constexpr (KvTile<C>::kWide) {
+    return C::Element::pack(a, b);
+  } else {
+    return p.q_bf16 != 0 ? bf16::pack(a, b) : fp16::pack(a, b);
+  }
+}
+
+// Row `row` of the block, columns `col` and the next: done, to out and lse.
+template <class C>
+__device__ __forceinline__ void store_slice(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                            int row, int col, const Slice& x) {
+  const int query = rows.query(p, row);
+  const int head = rows.q_head(p, row, query);
+  float lse;
+  float factor =
+      finish_row(x.max, x.sum, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, lse);
+  if (factor != 0.f && p.v_scale != nullptr) {
+    factor *= __ldg(p.v_scale + rows.batch * p.stride_v_scale_batch +
+                    rows.kv_head * p.stride_v_scale_head);
+  }
+  factor *= p.out_scale;
+  if (col < p.value_dim) {
+    auto* out = static_cast<unsigned short*>(p.out) +
+                sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_out_batch, p.stride_out_row) +
+                query * p.stride_out_row + head * p.stride_out_head;
+    // A NaN that a row met in v must not reach rows that see no key: 0 * NaN.
+    const bool empty = x.sum == 0.f;
+    *reinterpret_cast<unsigned*>(out + col) =
+        empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor);
+  }
+  if (col == 0 && p.lse != nullptr) {
+    p.lse[sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_lse_batch, 1) +
+          head * p.stride_lse_head + query] = lse;
+  }
+}
+
+// ---- Merging ----
+
+// Slices of a block of rows: thread i handles slices i, i + threads, ... of a round, in which every
+// warp hands over one of its tiles.
+template <class C>
+struct Merge {
+  using Smem = DecodeSplitSmem<C>;
+  static constexpr int kHalf = C::head_dim / 2;
+  static constexpr int kEach = ceil_div(8 * kHalf, C::threads);
+  static constexpr int kSlot = RowBlock<C>::kRows * kHalf;  // slices of a slot of the workspace
+
+  // A warp's tile, and the sums of its rows, to shared memory.
+  static __device__ __forceinline__ void hand_over(Smem& smem, DecodeWarp<C>& warp, int tile,
+                                                   int count, int base) {
+    const int w = threadIdx.x / 32, r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float sum = warp.row_sum[tile][e];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      }
+      const int row = base + 2 * t + e;
+      if (2 * t + e >= count) continue;
+      if (r == 0) smem.max_sum[w][row] = make_float2(warp.row_max[tile][e], sum);
+#pragma unroll
+      for (int i = 0; i < DecodeWarp<C>::kSteps; ++i) {
+        smem.out[w][row][16 * i + DecodeWarp<C>::out_dim(r)] = warp.out[tile][i][e];
+        smem.out[w][row][16 * i + DecodeWarp<C>::out_dim(r + 8)] = warp.out[tile][i][e + 2];
+      }
+    }
+  }
+
+  // The sum over the warps.
+  static __device__ __forceinline__ Slice over_warps(const Smem& smem, int row, int col) {
+    Slice x;
+#pragma unroll
+    for (int w = 0; w < C::warps; ++w) x.max = fmaxf(x.max, smem.max_sum[w][row].x);
+    const float used_max = finite_max(x.max);
+#pragma unroll
+    for (int w = 0; w < C::warps; ++w) {
+      const float2 max_sum = smem.max_sum[w][row];
+      const float2 out = *reinterpret_cast<const float2*>(&smem.out[w][row][col]);
+      const float weight = ptx::ex2_approx(max_sum.x - used_max);
+      x.out.x += weight * out.x;
+      x.out.y += weight * out.y;
+      x.sum += weight * max_sum.y;
+    }
+    return x;
+  }
+
+  // All parts of a segment, in order: loads of a batch are in flight together.
+  static __device__ __forceinline__ Slice over_parts(const DecodeSplitParams& p, const Parts& parts,
+                                                     int index) {
+    constexpr int kBatch = 16;
+    Slice x;
+#pragma unroll 1
+    for (int i = 0; i < parts.count; i += kBatch) {
+      float4 y[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const long long slot = parts.slot(min(i + j, parts.count - 1));
+        y[j] = __ldcg(p.workspace + slot * kSlot + index);
+      }
+      x.add(y, parts.count - i);
+    }
+    return x;
+  }
+
+  // Ends a part: block-wide.
+  static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
+                                                DecodeWarp<C>& warp, const RowBlock<C>& rows,
+                                                const Parts& parts, int parity) {
+    // Up to 4 rows, as all parts have then: two of them fit, and take turns.
+    const bool few = p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4;
+    const int base = few ? 4 * parity : 0;
+#pragma unroll
+    for (int tile = 0; tile < C::row_tiles; ++tile) {
+      const int first = 8 * tile;
+      if (tile > 0 && first >= rows.count) break;
+      hand_over(smem, warp, tile, rows.count - first, base);
+      __syncthreads();
+      if constexpr (C::cluster > 1) ptx::barrier_cluster_wait();  // all its blocks have started
+#pragma unroll 1  // short: where there is one part a block, this code comes cold
+      for (int j = 0; j < kEach; ++j) {
+        const int index = threadIdx.x + j * C::threads;
+        const int row = first + index / kHalf, col = index % kHalf * 2;
+        if (index < 8 * kHalf && row < rows.count) {
+          const Slice x = over_warps(smem, base + index / kHalf, col);
+          if constexpr (C::cluster > 1) {
+            send(smem, index, x);
+          } else if (parts.count == 1) {
+            store_slice(p, rows, row, col, x);
+          } else {
+            const long long slot = parts.slot(parts.number);
+            p.workspace[slot * kSlot + row * kHalf + col / 2] =
+                make_float4(x.out.x, x.out.y, x.max, x.sum);
+          }
+        }
+      }
+      if (!few) __syncthreads();  // the next tile, or part, goes to the same place
+    }
+    if constexpr (C::cluster > 1) {
+      receive(p, smem, rows);
+    } else if (parts.count > 1) {
+      finish_segment(p, smem, rows, parts);
+    }
+  }
+
+  // Clusters: slices are dealt out to the blocks, which add those of all in order of their rank.
+  static __device__ __forceinline__ void send(Smem& smem, int index, const Slice& x) {
+    const unsigned to =
+        ptx::shared_address(&smem.peers[ptx::cluster_ctarank()][index / C::cluster]);
+    ptx::st_shared_cluster(ptx::mapa(to, index % C::cluster),
+                           make_float4(x.out.x, x.out.y, x.max, x.sum));
+  }
+  static __device__ __forceinline__ void receive(const DecodeSplitParams& p, const Smem& smem,
+                                                 const RowBlock<C>& rows) {
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+    const int rank = ptx::cluster_ctarank();
+#pragma unroll 1
+    for (int i = threadIdx.x; i * C::cluster + rank < rows.count * kHalf; i += C::threads) {
+      const int index = i * C::cluster + rank;
+      Slice x;
+      float4 y[C::cluster];
+#pragma unroll
+      for (int from = 0; from < C::cluster; ++from) y[from] = smem.peers[from][i];
+      x.add(y, C::cluster);
+      store_slice(p, rows, index / kHalf, index % kHalf * 2, x);
+    }
+  }
+
+  // The last block to arrive adds the parts.
+  static __device__ __forceinline__ void finish_segment(const DecodeSplitParams& p, Smem& smem,
+                                                        const RowBlock<C>& rows,
+                                                        const Parts& parts) {
+    __syncthreads();  // the block's slices are written
+    if (threadIdx.x == 0) {
+      __threadfence();  // and come first
+      smem.arrived = atomicInc(reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot,
+                               static_cast<unsigned>(parts.count - 1));
+      __threadfence();  // and those of the others before what follows
+    }
+    __syncthreads();
+    if (smem.arrived != parts.count - 1) return;
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows.count * kHalf; index += C::threads) {
+      store_slice(p, rows, index / kHalf, index % kHalf * 2, over_parts(p, parts, index));
+    }
+  }
+};
+
+// Sequences of which no key is seen have no unit: their rows are written here.
+template <class C>
+__device__ __forceinline__ void write_empty(const DecodeSplitParams& p) {
+  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    const PagedSequence s(p, b);
+    if (Units<C>(p, s.q_len, s.k_len).count > 0) continue;
+    auto* out = static_cast<unsigned short*>(p.out) +
+                sequence_offset(p.cu_seqlens_q, b, p.stride_out_batch, p.stride_out_row);
+    float* lse = p.lse == nullptr
+                     ? nullptr
+                     : p.lse + sequence_offset(p.cu_seqlens_q, b, p.stride_lse_batch, 1);
+    for (int row = threadIdx.x / 32; row < s.q_len * p.q_heads; row += C::warps) {
+      const int query = row / p.q_heads, head = row % p.q_heads;
+      const int lane = threadIdx.x % 32;
+      for (int col = 2 * lane; col < p.value_dim; col += 64) {
+        *reinterpret_cast<unsigned*>(out + query * p.stride_out_row + head * p.stride_out_head +
+                                     col) = 0u;
+      }
+      if (lane == 0 && lse != nullptr) {
+        float row_lse;
+        finish_row(kEmptyMax, 0.f, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, row_lse);
+        lse[head * p.stride_lse_head + query] = row_lse;
+      }
+    }
+  }
+}
+
+// ---- The kernel ----
+
+template <class C>
+__device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
+  using Smem = DecodeSplitSmem<C>;
+  using Warp = DecodeWarp<C>;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  // Uniform in the warp, which the compiler cannot know of threadIdx.
+  const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+
+  // 1. Barriers, while the lengths are on their way.
+  if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
+  if constexpr (C::tma) {
+    if (threadIdx.x % 32 == 0) {
+      if (!C::xmajor || p.page > 16) {
+        ptx::prefetch_tensormap(&p.k_map);
+        ptx::prefetch_tensormap(&p.v_map);
+      }
+      for (int i = 0; i < C::stages; ++i) {
+        ptx::mbarrier_init(ptx::shared_address(&smem.full[warp_idx][i]), 1);
+      }
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+  }
+
+  // 2. This block's parts, and this warp's loads of them.
+  constexpr int kTurns = C::warps * C::cluster;
+  const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
+  const BlockPlace at(p);
+  int turn = warp_idx;
+  Walk<C> walk;
+  Loader<C> loader;
+  bool more;
+  if constexpr (C::cluster > 1) {
+    turn += C::warps * ptx::cluster_ctarank();
+    const unsigned segment = blockIdx.x / C::cluster;
+    const int batch = segment / static_cast<unsigned>(p.lines);
+    loader.read_ahead(p, batch, turn);
+    more = walk.begin_segment(p, batch, segment - batch * p.lines);
+  } else {
+    more = walk.begin(p, at);
+  }
+  loader.begin(p, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
+
+  // 3. Part by part. The first turns only read pages and fill the ring: one copy of the code, which
+  // starts cold.
+  Warp warp;
+  int stage = C::stages - 1, parity = 0, buffer = 0;
+  int lead = (C::stages + 1) * kTurns;
+  RowBlock<C> rows(p, at, walk);
+  auto load_q = [&](const RowBlock<C>& of) {
+    if constexpr (Query<C>::kRegisters) {
+      warp.query.load(p, of);
+    } else {
+      Query<C>::stage(p, of, &smem.q[buffer][0][0]);
+    }
+  };
+  if (more) load_q(rows);
+  if constexpr (!Query<C>::kRegisters) __syncthreads();
+  while (more) {
+    warp.begin(p, rows);
+    const int first = walk.first, last = walk.last;
+    if constexpr (Smem::kStagedQ) smem.parked[threadIdx.x / 32] = walk;
+    for (int unit = first + turn - lead; unit < last; unit += kTurns) {
+      if (unit >= first) {
+        loader.wait(stage, parity);
+        const int first_key = unit * C::unit;
+        if constexpr (C::tma) {
+          if (first_key + C::unit > rows.k_len) {
+            clear_values<C>(smem.ring[warp_idx][stage] + KvTile<C>::kBytes, rows.k_len - first_key,
+                            threadIdx.x % 32);
+          }
+        }
+        const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
+        warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
+                    ptx::shared_address(&smem.q[buffer][0][0]), first_key);
+        __syncwarp();  // the stage has been read
+      }
+      loader.issue(p, at, stage, turn, kTurns);
+      if (++stage == C::stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    lead = 0;
+    if constexpr (Smem::kStagedQ) {
+      __syncwarp();
+      walk = smem.parked[threadIdx.x / 32];
+      __syncwarp();
+    }
+    const Parts parts(p, at, walk);
+    const RowBlock<C> done = rows;
+    more = walk.next(p, at);
+    buffer ^= 1;
+    if (more) {
+      rows = RowBlock<C>(p, at, walk);
+      load_q(rows);  // in flight during the merge
+    }
+    Merge<C>::finish(p, smem, warp, done, parts, buffer);
+  }
+  if constexpr (C::cluster > 1) {
+    if (walk.units == 0) ptx::barrier_cluster_wait();
+  }
+  write_empty<C>(p);
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who works on what in decode_split. Every warp derives it alone from the lengths, so nothing is
+// planned on the host, and a captured launch follows lengths that change.
+//
+// A *segment* is the keys of one sequence and KV head, for one block of rows; it is cut in *units*
+// of C::unit keys. (KV head, block of rows) is a *line*, of which there are kv_heads * row_blocks;
+// equal shares of them go to the `columns` of the grid: block i of it works in column i % columns,
+// as its row i / columns. All segments of a column, sequence by sequence and in it line by line,
+// lie end to end on an axis that the rows cut into equal ranges. So a block owns a few whole
+// segments and at most two *parts* of split ones. Where each line has its column, neighbouring
+// blocks read the heads of a page at about the same time, and nothing is divided.
+//
+// Balanced: a segment takes kOverhead positions of the axis, what starting and merging it costs,
+// and one for each unit. Fixed split: each position is a part of `span` units, whatever else is in
+// the batch; a block may own many.
+#pragma once
+
+#include "pages.cuh"
+#include "types.cuh"
+
+constexpr int kOverhead = 8;    // 0: a skewed batch took 47 % longer (H200, 2026-11-30)
+constexpr int kLeastQuota = 8;  // positions of a block: fewer cost more to merge than they save
+
+// n / divisor, for n < 2^31.
+__device__ __forceinline__ int divide(int n, long long magic, int shift) {
+  return static_cast<unsigned long long>(n) * magic >> shift;
+}
+
+// The units of a sequence that some query sees.
+template <class C>
+struct Units {
+  int first, count;
+
+  __device__ __forceinline__ Units(const PagedParams& p, int q_len, int k_len)
+      : first(C::features ? window_begin(p, q_len, k_len) / C::unit : 0),
+        count(q_len > 0 ? max(0, ceil_div(k_len, C::unit) - first) : 0) {}
+
+  // Parts of a fixed split: count / span, rounded up.
+  static __device__ __forceinline__ int parts(const DecodeSplitParams& p, int count) {
+    return divide(count + p.span - 1, p.span_magic, p.span_shift);
+  }
+
+  // Positions of a segment.
+  __device__ __forceinline__ int size(const DecodeSplitParams& p) const {
+    if (p.span > 0) return parts(p, count);
+    return count > 0 ? count + kOverhead : 0;
+  }
+};
+
+// Where this block is in the grid.
+struct BlockPlace {
+  int column, row;
+
+  __device__ __forceinline__ explicit BlockPlace(const DecodeSplitParams& p)
+      : row(divide(blockIdx.x, p.columns_magic, p.columns_shift)) {
+    column = blockIdx.x - row * p.columns;
+  }
+
+  // Of a line of this column.
+  __device__ __forceinline__ int kv_head(const DecodeSplitParams& p, int line) const {
+    const unsigned of_all = column * p.lines + line;
+    return p.row_blocks == 1 ? of_all : of_all / static_cast<unsigned>(p.row_blocks);
+  }
+  __device__ __forceinline__ int row_block(const DecodeSplitParams& p, int line) const {
+    const unsigned of_all = column * p.lines + line;
+    return p.row_blocks == 1 ? 0 : of_all % static_cast<unsigned>(p.row_blocks);
+  }
+};
+
+// One after the other, the parts of a block.
+template <class C>
+struct Walk {
+  static constexpr int kAtOnce = 4;
+  int quota;  // positions of a block
+  int end;    // of the block's range
+  int batch, line, q_len, k_len;
+  int first_unit, units;  // of the segment
+  int start;              // position of its first unit (fixed split: part)
+  int number;             // fixed split: which part of it this is
+  int first, last;        // units of the part: [first, last)
+
+  // Goes to the first part of the block; false where it has none. Warp-wide.
+  __device__ __forceinline__ bool begin(const DecodeSplitParams& p, const BlockPlace& at) {
+    const int lane = threadIdx.x % 32;
+    const int chunk = ceil_div(p.batch, 32);  // sequences that a lane sums
+    int mine = sum_sizes(p, lane * chunk, min(p.batch, (lane + 1) * chunk));
+    int inclusive = mine;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, inclusive, distance);
+      if (lane >= distance) inclusive += before;
+    }
+    const int total = __shfl_sync(0xffffffffu, inclusive, 31) * p.lines;
+    quota = divide(total + p.rows - 1, p.rows_magic, p.rows_shift);
+    if (p.span == 0) quota = max(quota, kLeastQuota);
+    const int position = at.row * quota;
+    end = min(position + quota, total);
+
+    const int on_line = p.lines == 1 ? position : position / p.lines;  // rounds down: keeps order
+    const unsigned beyond = __ballot_sync(0xffffffffu, inclusive > on_line);
+    const int owner = beyond != 0 ? __ffs(beyond) - 1 : 31;
+    const int base = __shfl_sync(0xffffffffu, inclusive - mine, owner);  // positions of a line
+    return position < end && seek(p, at, position, on_line, base, owner * chunk);
+  }
+
+  // A cluster of blocks a segment, instead: goes to the only part, which all its blocks share.
+  __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, int batch_, int line_) {
+    batch = batch_;
+    line = line_;
+    measure(p);
+    quota = end = units;
+    start = number = 0;
+    return clip(p, 0);
+  }
+
+  // Goes on to the next part; false where there is none.
+  __device__ __forceinline__ bool next(const DecodeSplitParams& p, const BlockPlace& at) {
+    const bool same = p.span > 0 && last < first_unit + units;  // segment
+    const int position = p.span > 0 ? start + number + 1 : start + units;
+    if (position >= end) return false;
+    if (same) {
+      ++number;
+      return clip(p, position);
+    }
+    if (++line == p.lines) {
+      line = 0;
+      do {
+        ++batch;
+      } while (measure(p) == 0);
+    }
+    start = p.span > 0 ? position : position + kOverhead;
+    number = 0;
+    return clip(p, position);
+  }
+
+ private:
+  // Positions, a line, of sequences [first, stop).
+  static __device__ __forceinline__ int sum_sizes(const DecodeSplitParams& p, int first, int stop) {
+    int sum = 0;
+    if (p.block_table != nullptr && p.cu_seqlens_q == nullptr) {
+      for (int b = first; b < stop; b += kAtOnce) {
+        int keys[kAtOnce];  // loads in flight together
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          keys[i] = b + i < stop ? PagedSequence::dense_keys(p, b + i) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum += Units<C>(p, p.q_len, keys[i]).size(p);
+      }
+    } else {
+#pragma unroll 1
+      for (int b = first; b < stop; ++b) {
+        const PagedSequence s(p, b);
+        sum += Units<C>(p, s.q_len, s.k_len).size(p);
+      }
+    }
+    return sum;
+  }
+
+  // Reads the lengths of `batch`; the positions of a segment.
+  __device__ __forceinline__ int measure(const DecodeSplitParams& p) {
+    const PagedSequence s(p, batch);
+    const Units<C> found(p, s.q_len, s.k_len);
+    q_len = s.q_len;
+    k_len = s.k_len;
+    first_unit = found.first;
+    units = found.count;
+    return found.size(p);
+  }
+
+  // Finds `position`, which a sequence from b on holds; those before it take `base` a line.
+  __device__ __forceinline__ bool seek(const DecodeSplitParams& p, const BlockPlace& at,
+                                       int position, int on_line, int base, int b) {
+    int size;
+    for (batch = b;; ++batch) {
+      size = measure(p);
+      if (on_line < base + size) break;
+      base += size;
+    }
+    const int inside = position - base * p.lines;
+    line = p.lines == 1 ? 0 : inside / size;
+    start = base * p.lines + line * size;
+    number = position - start;
+    if (p.span == 0) start += kOverhead;
+    return clip(p, position);
+  }
+
+  // Sets the units of the part at `position`; false where the block's range ends in the overhead
+  // before them.
+  __device__ __forceinline__ bool clip(const DecodeSplitParams& p, int position) {
+    const int skip = p.span > 0 ? number * p.span : max(0, position - start);
+    const int count = p.span > 0 ? p.span : end - start - skip;
+    first = first_unit + skip;
+    last = min(first + count, first_unit + units);
+    return last > first;
+  }
+};
+
+// The parts of a segment, and the slots of the workspace that hold them: a block has one for a part
+// that its range begins with, and one for a part that it ends with; a fixed split has one a part.
+struct Parts {
+  int count;
+  int number;  // of the part in hand
+  int first_slot;
+  int second_slot;
+  int step;  // from the second on
+
+  template <class C>
+  __device__ __forceinline__ Parts(const DecodeSplitParams& p, const BlockPlace& at,
+                                   const Walk<C>& walk) {
+    count = 1;
+    number = first_slot = second_slot = step = 0;
+    if (walk.last - walk.first == walk.units) return;
+    if (p.span > 0) {
+      count = Units<C>::parts(p, walk.units);
+      number = walk.number;
+      first_slot = at.column * p.column_slots + walk.start;
+      second_slot = first_slot + 1;
+      step = 1;
+    } else {
+      const int first_row = walk.start / walk.quota;
+      count = (walk.start + walk.units - 1) / walk.quota - first_row + 1;
+      number = at.row - first_row;
+      first_slot = 2 * (first_row * p.columns + at.column) + 1;
+      second_slot = first_slot + 2 * p.columns - 1;
+      step = 2 * p.columns;
+    }
+  }
+
+  __device__ __forceinline__ int slot(int i) const {
+    return i == 0 ? first_slot : second_slot + (i - 1) * step;
+  }
+};

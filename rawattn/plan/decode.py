@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of ``cuda/decode_split.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rawattn.device import Device
+from rawattn.paged_problem import ITEMSIZES, PagedProblem
+from rawattn.plan.base import ELEMENTS, Launch, Part, TensorMap
+from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
+from rawattn.registry import KERNELS, DecodeSplit
+
+CACHES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+HEAD_DIMS = (64, 128, 256)  # of tiles
+WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as registers hold
+# Shared memory that a block can have.
+SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
+# Bytes in flight an SM that we aim at. More were 1 to 2 % slower at size and no faster at batch 1
+# (H200, 2026-11-30).
+IN_FLIGHT = 128 * 1024
+BOX = 16  # tokens of a tensor copy; they do not cross pages
+SPLIT_STEP = 32  # a fixed split is a multiple of this, as this is of any Config.unit
+# Blocks of a cluster that shares a segment, where all of these fit on the GPU at a time and have no
+# more keys than this each: 2 us less at batch 1 (H200, 2026-11-30). Compiled for one head size.
+CLUSTER = 8
+CLUSTER_KEYS = 64 * 1024
+CLUSTER_HEAD_DIM = 128
+# What it is worth that a block walks one KV head only, in step with its neighbours: 128 blocks that
+# did took 1 to 4 % less time than 132 that did not (H200, 2026-11-30).
+LOCKSTEP = 1.05
+
+
+def _config(
+    arch: str,
+    head_dim: int,
+    *,
+    element: str,
+    cache: str,
+    tma: bool = False,
+    xmajor: bool = False,
+    features: bool = True,
+    wide: bool = False,
+    cluster: int = 1,
+) -> DecodeSplit:
+    """The Config of these properties; a wide one has tiles for many rows. As many warps and stages
+    as reach IN_FLIGHT, or as shared memory holds.
+    """
+    row = head_dim * (2 if cache == element else 1)
+    config = DecodeSplit(
+        element=element,
+        cache=cache,
+        head_dim=head_dim,
+        row_tiles=WIDE_TILES[head_dim] if wide else 1,
+        warps=8 if row <= 256 else 4,
+        unit=32 if row <= 128 else 16,
+        stages=0,
+        tma=tma,
+        xmajor=xmajor,
+        features=features,
+        cluster=cluster,
+        blocks_per_sm=1,
+    )
+    while True:
+        wanted = IN_FLIGHT // (config.warps * 2 * config.unit * row)
+        for stages in range(max(2, wanted), 1, -1):
+            found = replace(config, stages=stages)
+            if found.smem_bytes <= SMEM_KB[arch] * 1024:
+                return found
+        config = replace(config, warps=config.warps - 1)
+
+
+# (tma, features, wide) that are compiled of each element, layout and tile; and of 16-bit caches in
+# NHD or HND beside.
+VARIANTS = ((True, False, False), (False, True, False))
+WIDE_VARIANTS = ((True, True, False), (True, True, True), (False, True, True))
+
+
+def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[bool, bool, bool]]:
+    """Those of them that there are on `arch`."""
+    quantized = cache in CACHES.values()
+    # Few configs: of 8-bit caches only those of the most common head size come by TMA.
+    tma = arch == "sm_90a" and (head_dim == 128 or not quantized)
+    variants = VARIANTS if quantized or xmajor else VARIANTS + WIDE_VARIANTS
+    return [variant for variant in variants if tma or not variant[0]]
+
+
+def configs(arch: str) -> Iterator[DecodeSplit]:
+    """Every Config that `launches` can choose on `arch`."""
+    if arch == "sm_90a":
+        for element in ELEMENTS.values():
+            for xmajor in (False, True):
+                yield _clustered(arch, element, xmajor)
+    for cache in (*ELEMENTS.values(), *CACHES.values()):
+        element = "fp16" if cache in CACHES.values() else cache
+        for head_dim in HEAD_DIMS:
+            for xmajor in (False, True):
+                for tma, features, wide in _variants(arch, head_dim, cache, xmajor):
+                    yield _config(
+                        arch,
+                        head_dim,
+                        element=element,
+                        cache=cache,
+                        tma=tma,
+                        xmajor=xmajor,
+                        features=features,
+                        wide=wide,
+                    )
+
+
+def _clustered(arch: str, element: str, xmajor: bool) -> DecodeSplit:
+    """The Config for few segments."""
+    return _config(
+        arch,
+        CLUSTER_HEAD_DIM,
+        element=element,
+        cache=element,
+        tma=True,
+        xmajor=xmajor,
+        features=False,
+        cluster=CLUSTER,
+    )
+
+
+def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
+    """The Config for a problem that `refuses` does not refuse."""
+    arch = device.arch
+    xmajor = p.layout is CacheLayout.X_MAJOR
+    head_dim = next(d for d in HEAD_DIMS if d >= max(p.head_dim, p.value_dim))
+    cache = CACHES.get(p.cache_dtype) or ELEMENTS[p.cache_dtype]
+    element = "fp16" if p.quantized else cache
+    variants = _variants(arch, head_dim, cache, xmajor)
+    whole = p.head_dim == p.value_dim == head_dim
+    tma = whole and p.page % BOX == 0
+    masked = p.mask.left >= 0 or (p.mask.right >= 0 and p.max_q > 1) or p.tree
+    features = masked or p.scores.softcap or p.scores.alibi
+    # A fixed split promises bits that do not depend on the longest query of the batch either.
+    wide = p.rows > 8 or p.split > 0
+    wanted = (
+        (copies, flags, tiles)
+        for tiles in ((True, False) if wide else (False,))
+        for copies, flags in ((tma, features), (tma, True), (False, True))
+    )
+    chosen = next(v for v in wanted if v in variants)
+    few = p.batch * p.kv_heads * CLUSTER <= device.sms and p.max_k <= CLUSTER_KEYS
+    plain = chosen == (True, False, False) and not p.quantized and not p.split and p.rows <= 8
+    if few and plain and head_dim == CLUSTER_HEAD_DIM:
+        return _clustered(arch, element, xmajor)
+    return _config(
+        arch,
+        head_dim,
+        element=element,
+        cache=cache,
+        tma=chosen[0],
+        xmajor=xmajor,
+        features=chosen[1],
+        wide=chosen[2],
+    )
+
+
+def refuses(p: PagedProblem, device: Device) -> str | None:
+    """Why the kernel does not take a problem; None: it does."""
+    if device.arch == "host":
+        return "needs CUDA arrays, found NumPy arrays"
+    if device.arch not in KERNELS["decode_split"].architectures:
+        accepted = ", ".join(KERNELS["decode_split"].architectures)
+        return f"needs one of {accepted}, found {device.arch}"
+    if p.dtype not in ELEMENTS:
+        return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
+    if p.cache_dtype not in (p.dtype, *CACHES):
+        return f"a cache of {p.cache_dtype}: takes {p.dtype}, {', '.join(CACHES)}"
+    if max(p.head_dim, p.value_dim) > HEAD_DIMS[-1]:
+        return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to {HEAD_DIMS[-1]}"
+    if p.copy_bytes < 16:
+        return f"rows that lie on {p.copy_bytes} bytes: takes 16"
+    tokens = 16 // ITEMSIZES[p.cache_dtype]
+    if p.layout is CacheLayout.X_MAJOR and p.page % tokens:
+        return f"x-major pages of {p.page} tokens: takes multiples of {tokens}"
+    if p.block_sparse:
+        return "block-sparse attention: paged_v2 and paged_v1 take it"
+    if p.q_rows not in (Rows.DENSE, Rows.PACKED):
+        return f"{p.q_rows.value} queries: takes dense and packed ones"
+    if p.mask.top_left and not p.mask.trivial:
+        return "a mask aligned to the top left: takes the bottom right"
+    if max(p.max_q, p.max_k) > MAX_LENGTH:
+        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
+    if p.split < 0 or p.split > MAX_LENGTH:
+        return f"split={p.split}: takes 0 to {MAX_LENGTH}"
+    return None
+
+
+def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
+    """One launch, with as many blocks as fit on the GPU at a time."""
+    config = _chosen(p, device)
+    row_blocks = -(-p.rows // config.rows)
+    lines = p.kv_heads * row_blocks
+    resident = max(1, min(2, device.smem_per_sm // (config.smem_bytes + 1024)))
+    columns = _columns(lines, device.sms * resident)
+    grid = columns * max(1, device.sms * resident // columns)
+    if config.cluster > 1:
+        columns, grid = 1, p.batch * lines * config.cluster
+    span = -(-p.split // SPLIT_STEP) * SPLIT_STEP // config.unit
+    column_slots = 0
+    if span:
+        column_slots = p.batch * max(1, -(-p.max_k // (span * config.unit))) * (lines // columns)
+    slots = columns * column_slots if span else 2 * grid if config.cluster == 1 else 0
+    divisors = {
+        "page": p.page,
+        "span": max(1, span),
+        "columns": columns,
+        "rows": grid // columns,
+        "group": p.group,
+    }
+    slice_bytes = 16  # of two columns of a row: their sums, the row's max and sum
+    return (
+        Launch(
+            kernel="decode_split",
+            config=config,
+            grid=grid,
+            scalars=(
+                ("columns", columns),
+                ("rows", grid // columns),
+                ("lines", lines // columns),
+                ("row_blocks", row_blocks),
+                ("span", span),
+                ("column_slots", column_slots),
+                *(pair for name, divisor in divisors.items() for pair in _magic(name, divisor)),
+            ),
+            maps=_maps(p, config) if config.tma else (),
+            cluster=config.cluster,
+            counters=slots,
+            workspace_bytes=slots * config.rows * config.head_dim // 2 * slice_bytes,
+        ),
+    )
+
+
+def _magic(name: str, divisor: int) -> tuple[tuple[str, int], ...]:
+    """Fields with ``n // divisor == n * magic >> shift`` for all n below 2^31."""
+    shift = 31 + (divisor - 1).bit_length()
+    return (f"{name}_magic", -(-(1 << shift) // divisor)), (f"{name}_shift", shift)
+
+
+def _columns(lines: int, blocks: int) -> int:
+    """Into how many columns to deal out the lines: a divisor that leaves few blocks idle."""
+    divisors = [c for c in range(1, min(lines, blocks) + 1) if lines % c == 0]
+
+    def worth(columns: int) -> float:
+        return columns * (blocks // columns) * (LOCKSTEP if columns == lines else 1)
+
+    return max(divisors, key=lambda c: (worth(c), c))
+
+
+def _maps(p: PagedProblem, config: DecodeSplit) -> tuple[TensorMap, ...]:
+    """Keys and values, as DecodeSplitParams says."""
+    x = 16 // ITEMSIZES[p.cache_dtype]
+    axes: tuple[tuple[int | Part, ...], tuple[int | Part, ...]]
+    boxes: tuple[tuple[int, ...], tuple[int, ...]]
+    if p.layout is CacheLayout.X_MAJOR:
+        if p.page == BOX:
+            return ()  # a page is contiguous: bulk copies
+        axes = ((Part(4, 1, p.page * x), 2, 1, 0, Part(3, p.page, 1)), (3, 2, 1, 0))
+        boxes = (BOX * x, config.head_dim // x, 1, 1, 1), (BOX, config.head_dim, 1, 1)
+        swizzle = 0
+    else:
+        part = 8 * x
+        token, head = (1, 2) if p.layout is CacheLayout.NHD else (2, 1)
+        parts = Part(3, 1, part), token, Part(3, part), head, 0
+        axes = parts, parts
+        boxes = ((part, BOX, config.head_dim // part, 1, 1),) * 2
+        swizzle = 128
+    # An L2 promotion of 256 took 4 % longer (H200, 2026-11-30).
+    return tuple(
+        TensorMap(
+            field=f"{name}_map",
+            array=f"{name}_cache",
+            box=boxes[i],
+            axes=axes[i],
+            swizzle=swizzle,
+            l2=128,
+        )
+        for i, name in enumerate("kv")
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuda/decode_split.cu on the emulator, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rawattn.paged_problem import Scale
+from rawattn.problem import Mask
+from tests.decode import HND, X_MAJOR, Call, Case, check
+from tools import emulator
+
+pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=emulator.available() or "")
+
+RAGGED = (0, 1, 15, 16, 17, 100, 33, 300)
+# Every warp has several units, with tails between them: stages are filled again.
+MANY = (0, 1, 15, 17, 300, 33, 250, 2, 100, 0, 90, 65, 64, 63, 31, 200)
+DRAFTS = (4, 2, 4, 1, 4, 3, 0, 4)  # queries of each
+CASES = {
+    # TMA
+    "pages of 16": Case(k_lens=MANY, sms=2),
+    "pages of 64, HND, CSR": Case(k_lens=RAGGED, page=64, layout=HND, csr=True),
+    "one long sequence": Case(k_lens=(900,), sms=7),
+    "group of 1": Case(k_lens=RAGGED, group=1, kv_heads=3),
+    "group of 7, heads over few SMs": Case(k_lens=(70, 3, 200), group=7, kv_heads=5, sms=4),
+    "more rows than a block has": Case(k_lens=(40, 90), group=12, kv_heads=1, q_lens=(6, 6)),
+    "draft tokens": Case(k_lens=RAGGED, q_lens=DRAFTS, packed=True),
+    "16 draft tokens": Case(k_lens=(5, 16, 100), q_lens=(16, 16, 16), page=64),
+    "tree": Case(k_lens=(16, 40, 100), q_lens=(8, 8, 8), tree=True),
+    "head size 64": Case(k_lens=RAGGED, head_dim=64, dtype="float16"),
+    "head size 256": Case(k_lens=RAGGED, head_dim=256, sink=True),
+    "cluster": Case(k_lens=(700, 0), sms=132, csr=True, sink=True),
+    "e4m3": Case(k_lens=RAGGED, cache_dtype="float8_e4m3fn", scale=Scale.HEAD),
+    # bulk copies
+    "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
+    "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
+    "x-major cluster": Case(k_lens=(300,), kv_heads=1, group=8, sms=132, layout=X_MAJOR),
+    # cp.async
+    "pages of 5": Case(
+        k_lens=MANY, sms=2, page=5, tma=False, mask=Mask(left=150, right=0), sink=True
+    ),
+    "pages of 1, A100": Case(
+        k_lens=RAGGED, page=1, tma=False, arch="sm_80", softcap=2.0, alibi=True
+    ),
+    "head size 80": Case(k_lens=RAGGED, head_dim=80, tma=False, sink=True, alibi=True),
+    "draft tokens, window": Case(
+        k_lens=RAGGED,
+        q_lens=DRAFTS,
+        packed=True,
+        page=3,
+        tma=False,
+        mask=Mask(left=20, right=2),
+        softcap=3.0,
+        alibi=True,
+        sink=True,
+    ),
+    "packed tree": Case(
+        k_lens=(16, 40, 100), q_lens=(8, 3, 6), packed=True, tree=True, page=3, tma=False
+    ),
+    "x-major, pages of 8": Case(
+        k_lens=RAGGED, layout=X_MAJOR, page=8, tma=False, q_lens=DRAFTS, packed=True
+    ),
+    "int8, x-major": Case(
+        k_lens=RAGGED,
+        layout=X_MAJOR,
+        page=16,
+        head_dim=96,
+        tma=False,
+        cache_dtype="int8",
+        dtype="float16",
+        scale=Scale.TENSOR,
+    ),
+    "e5m2, pages of 8": Case(
+        k_lens=RAGGED, page=8, tma=False, cache_dtype="float8_e5m2", scale=Scale.HEAD
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_gives_what_the_reference_gives(name: str) -> None:
+    check(CASES[name])
+
+
+def test_parts_are_whole_when_the_last_block_adds_them() -> None:
+    # What a block hands over before it arrives at the counter shows under few schedules.
+    check(Case(k_lens=(900, 300, 200, 100, 900, 300, 200, 100), sms=30, kv_heads=1), seeds=20)
+
+
+def test_a_cluster_is_what_the_plan_chose() -> None:
+    clusters = {name: Call(case).launch().config.cluster for name, case in CASES.items()}
+    assert {name for name, size in clusters.items() if size > 1} == {"cluster", "x-major cluster"}
+
+
+def test_fixed_split_bits_do_not_depend_on_the_batch() -> None:
+    batch = Case(k_lens=(300, 17, 0, 90), split=64, sms=5)
+    call = Call(batch)
+    check(batch)
+    out, lse = call.run(call.launch(), seed=1)
+    for b, length in enumerate(batch.k_lens):
+        alone = Call(dataclasses.replace(batch, k_lens=(length,), sms=3))
+        # The same keys, elsewhere, and the same query.
+        alone.k_cache, alone.v_cache, alone.q = call.k_cache, call.v_cache, call.q[b : b + 1]
+        alone.table = {name: array[b : b + 1] for name, array in call.table.items()}
+        launch = alone.launch()
+        got_out, got_lse = alone.run(launch, seed=2)
+        assert got_out.tobytes() == out[b : b + 1].tobytes(), b
+        assert got_lse.tobytes() == lse[:, b : b + 1].tobytes(), b

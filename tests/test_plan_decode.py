@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of decode_split: what is chosen, refused, and handed to the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rawattn.device import Device
+from rawattn.paged_problem import PagedProblem
+from rawattn.plan import decode
+from rawattn.problem import CacheLayout, Mask, Scores
+
+H200 = Device.named("H200")
+DECODE = PagedProblem(
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    batch=32,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    value_dim=128,
+    max_q=1,
+    max_k=4096,
+    page=16,
+    layout=CacheLayout.NHD,
+    mask=Mask(right=0),
+)
+
+
+def _with(**changes: object) -> PagedProblem:
+    return dataclasses.replace(DECODE, **changes)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 2**20), st.integers(0, 2**31 - 1))
+def test_magic_divides(divisor: int, n: int) -> None:
+    (_, magic), (_, shift) = decode._magic("x", divisor)
+    for x in {n, n // divisor * divisor, max(0, n // divisor * divisor - 1), 2**31 - 1}:
+        assert x * magic < 2**64
+        assert x * magic >> shift == x // divisor
+
+
+@given(st.integers(1, 200), st.integers(1, 300))
+def test_columns_divide_the_lines_and_use_the_gpu(lines: int, blocks: int) -> None:
+    columns = decode._columns(lines, blocks)
+    assert lines % columns == 0
+    assert columns <= blocks
+    assert columns * (blocks // columns) >= (blocks - 1) / decode.LOCKSTEP - 1
+
+
+def test_every_choice_is_compiled() -> None:
+    seen = set()
+    for arch in ("sm_80", "sm_89", "sm_90a", "sm_120"):
+        device = dataclasses.replace(H200, arch=arch)
+        compiled = set(decode.configs(arch))
+        assert all(c.smem_bytes <= decode.SMEM_KB[arch] * 1024 for c in compiled)
+        for head_dim in (64, 80, 128, 192, 256):
+            for layout in CacheLayout:
+                for page in (1, 8, 16, 48, 256):
+                    for cache in ("bfloat16", "float8_e4m3fn", "int8"):
+                        for max_q in (1, 4):
+                            p = _with(
+                                head_dim=head_dim,
+                                value_dim=head_dim,
+                                layout=layout,
+                                page=page,
+                                cache_dtype=cache,
+                                max_q=max_q,
+                            )
+                            if decode.refuses(p, device) is None:
+                                (launch,) = decode.launches(p, device)
+                                assert launch.config in compiled, (p, arch)
+                                seen.add((arch, launch.config))
+    assert len(seen) > 40
+
+
+@pytest.mark.parametrize(
+    ("problem", "chosen"),
+    [
+        (DECODE, {"tma": True, "features": False, "cluster": 1}),
+        (_with(page=24), {"tma": False}),
+        (_with(head_dim=96, value_dim=96), {"tma": False, "head_dim": 128}),
+        (_with(mask=Mask(left=100, right=0)), {"tma": True, "features": True}),
+        (_with(scores=Scores(softcap=True)), {"features": True}),
+        (_with(scores=Scores(sink=True)), {"features": False}),
+        (_with(tree=True, max_q=2), {"features": True}),
+        (_with(batch=1), {"cluster": 8}),
+        (_with(batch=1, split=512), {"cluster": 1}),
+        (_with(batch=1, max_k=1 << 20), {"cluster": 1}),
+        (_with(max_q=4), {"features": True, "tma": True}),
+        (_with(cache_dtype="int8"), {"element": "fp16", "cache": "int8", "unit": 32}),
+    ],
+)
+def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
+    (launch,) = decode.launches(problem, H200)
+    assert {name: getattr(launch.config, name) for name in chosen} == chosen
+    assert (len(launch.maps) == 2) == launch.config.tma
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (_with(dtype="float32", cache_dtype="float32"), "dtype float32"),
+        (_with(cache_dtype="float16"), "a cache of float16"),
+        (_with(head_dim=512), "head_dim=512"),
+        (_with(copy_bytes=8), "8 bytes"),
+        (_with(layout=CacheLayout.X_MAJOR, page=4), "x-major pages of 4"),
+        (_with(mask=Mask(right=0, top_left=True)), "top left"),
+    ],
+)
+def test_refusals(problem: PagedProblem, words: str) -> None:
+    reason = decode.refuses(problem, H200)
+    assert reason is not None and words in reason
+
+
+def test_workspace_holds_two_parts_a_block_or_every_part_of_a_fixed_split() -> None:
+    (launch,) = decode.launches(DECODE, H200)
+    assert launch.grid == 128  # 8 columns of 16 on 132 SMs
+    assert launch.counters == 2 * launch.grid
+    assert launch.workspace_bytes == launch.counters * 8 * 64 * 16
+    (fixed,) = decode.launches(_with(split=500), H200)
+    assert dict(fixed.scalars)["span"] == 512 // fixed.config.unit
+    assert fixed.counters == 32 * 8 * 8  # sequences, heads, parts of 512 of 4096 keys
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_fixed_split_sums_alike_however_long_the_longest_query_is(arch: str) -> None:
+    device = dataclasses.replace(H200, arch=arch)
+    for cache in ("bfloat16", "int8"):
+        for layout in CacheLayout:
+            for head_dim in (64, 128, 256):
+                sums = set()
+                for max_q in (1, 4, 16):
+                    p = _with(
+                        cache_dtype=cache,
+                        layout=layout,
+                        head_dim=head_dim,
+                        value_dim=head_dim,
+                        max_q=max_q,
+                        split=256,
+                    )
+                    (launch,) = decode.launches(p, device)
+                    c = launch.config
+                    sums.add((c.warps, c.unit, c.row_tiles, dict(launch.scalars)["span"]))
+                assert len(sums) == 1, (cache, layout, head_dim, sums)
