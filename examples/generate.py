@@ -2,7 +2,7 @@
 """SmolLM2-135M-Instruct answers several prompts at once: no torch, with or without a GPU.
 
 Prompts of different lengths form one packed batch: one varlen prefill, then one token a step for
-every sequence that has not finished, over a contiguous KV cache. Decoding is greedy.
+every sequence that has not finished, over a contiguous or a paged KV cache. Decoding is greedy.
 
     python examples/generate.py --prompt "What is 2+2?" --prompt "Name three colours."
 """
@@ -21,12 +21,14 @@ import ml_dtypes
 import numpy as np
 import smollm2
 from llama import KVCache, Llama, Step
+from paged import PagedKVCache
 
 PROMPTS = (
     "What is 2+2?",
     "Name three colours.",
     "Explain in one paragraph what attention does in a language model.",
 )
+LAYOUTS = {"contiguous": None, "NHD": "NHD", "HND": "HND", "x-major": "x-major"}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -57,22 +59,31 @@ def generate(
     prompts: Sequence[str],
     max_new_tokens: int,
     *,
+    layout: str | None = None,
+    page: int = 16,
     progress: Callable[[int, int], None] = lambda done, most: None,
 ) -> Generation:
     """Greedy answers to `prompts`, each up to the end token or `max_new_tokens`.
 
-    `progress` is called after every step with the new tokens so far and the most that there can be.
+    With `layout`, "NHD", "HND" or "x-major", the cache has pages of `page` tokens, and what all
+    prompts begin with lies in it once. `progress` is called after every step with the new tokens so
+    far and the most that there can be.
     ValueError: no prompt, no token asked for, or a sequence longer than the model's context.
     """
     config, checkpoint = model.config, model.checkpoint
     prompt_tokens = [checkpoint.encode_chat(prompt) for prompt in prompts]
     capacity = _capacity(prompt_tokens, max_new_tokens, config.context)
-    cache = KVCache(config, model.xp, model.dtype, len(prompts), capacity)
+    if layout is None:
+        cache: Any = KVCache(config, model.xp, model.dtype, len(prompts), capacity)
+    else:
+        rooms = [len(tokens) + max_new_tokens for tokens in prompt_tokens]
+        shared = common_prefix(prompt_tokens)
+        cache = PagedKVCache(config, model.xp, model.dtype, rooms, shared, layout, page)
     tokens: list[list[int]] = [[] for _ in prompts]
     new, cached = prompt_tokens, [0] * len(prompts)
     clock = [time.perf_counter()]
     for steps_left in reversed(range(max_new_tokens)):
-        logits = model.forward(Step.pack(model.xp, new, cached, capacity), cache)
+        logits = model.forward(Step.pack(model.xp, new, cached, cache), cache)
         chosen = iter(logits.argmax(axis=-1).tolist())  # waits for the GPU, so the clock is right
         clock.append(time.perf_counter())
         cached = [count + len(row) for count, row in zip(cached, new, strict=True)]
@@ -91,6 +102,13 @@ def generate(
         prefill_seconds=clock[1] - clock[0],
         decode_seconds=clock[-1] - clock[1],
     )
+
+
+def common_prefix(prompts: list[list[int]]) -> int:
+    """How many tokens all prompts begin with."""
+    first, last = min(prompts), max(prompts)  # no other differs earlier from the first
+    pairs = zip(first, last, strict=False)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(map(len, prompts)))
 
 
 def _capacity(prompt_tokens: list[list[int]], max_new_tokens: int, context: int) -> int:
@@ -143,14 +161,16 @@ def _answer(options: argparse.Namespace) -> None:
     """Loads the model, generates, prints."""
     prompts = options.prompt or PROMPTS
     xp = array_module(options.device)
+    layout = LAYOUTS[options.cache]
     dtype = options.dtype or ("float32" if xp is np else "bfloat16")
     model = Llama(smollm2.load(options.weights), xp, DTYPES[dtype])
     if xp is not np:
-        generate(model, prompts, 2)  # compiles the kernels, which is not to be timed
-    result = _with_bar(model, prompts, options.max_new_tokens)
+        generate(model, prompts, 2, layout=layout)  # compiles the kernels, which is not to be timed
+    result = _with_bar(model, prompts, options)
     facts = {
         "device": "cpu" if xp is np else "gpu",
         "attention_dtype": dtype,
+        "cache": options.cache,
         "prefill_tokens_per_second": round(result.prefill_rate, 1),
         "decode_tokens_per_second": round(result.decode_rate, 1),
     }
@@ -166,7 +186,7 @@ def _answer(options: argparse.Namespace) -> None:
     print(*(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()), sep=" · ")
 
 
-def _with_bar(model: Llama, prompts: Sequence[str], max_new_tokens: int) -> Generation:
+def _with_bar(model: Llama, prompts: Sequence[str], options: argparse.Namespace) -> Generation:
     """`generate` under a progress bar on standard error, so that standard output can be piped."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -178,11 +198,13 @@ def _with_bar(model: Llama, prompts: Sequence[str], max_new_tokens: int) -> Gene
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("tokens", total=len(prompts) * max_new_tokens)
+        task = bar.add_task("tokens", total=len(prompts) * options.max_new_tokens)
         return generate(
             model,
             prompts,
-            max_new_tokens,
+            options.max_new_tokens,
+            layout=LAYOUTS[options.cache],
+            page=options.page,
             progress=lambda done, most: bar.update(task, completed=done, total=most),
         )
 
@@ -192,6 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", action="append", help="a question; repeat it for a batch")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per prompt (default 64)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument(
+        "--cache", choices=tuple(LAYOUTS), default="contiguous", help="how the KV cache lies"
+    )
+    parser.add_argument("--page", type=int, default=16, help="tokens a page of it (default 16)")
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),

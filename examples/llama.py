@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from smollm2 import Checkpoint, Config, Layer
@@ -29,7 +29,7 @@ class Step:
 
     tokens: Array  # (n,) int64
     positions: Array  # (n,) int64, place of each token in its sequence
-    slots: Array  # (n,) int64, where its key and value go: sequence * capacity + position
+    slots: Array  # (n,) int64, where its key and value go, as the cache counts
     cu_seqlens: Array  # (B + 1,) int32, new tokens before each sequence
     seqused: Array  # (B,) int32, keys of each sequence, the new ones included
     last: Array  # (L,) int64, row of the last new token of each sequence that has one
@@ -38,9 +38,9 @@ class Step:
 
     @classmethod
     def pack(
-        cls, xp: Any, new: Sequence[Sequence[int]], cached: Sequence[int], capacity: int
+        cls, xp: Any, new: Sequence[Sequence[int]], cached: Sequence[int], cache: Cache
     ) -> Step:
-        """The `new` tokens of each sequence after its `cached` ones, in `capacity` positions."""
+        """The `new` tokens of each sequence after its `cached` ones, in places of the cache."""
         counts, cached = np.array([len(tokens) for tokens in new]), np.array(cached)
         ends = np.cumsum(counts)
         sequence = np.repeat(np.arange(len(new)), counts)
@@ -48,7 +48,7 @@ class Step:
         return cls(
             tokens=xp.asarray(np.concatenate(new).astype(np.int64)),
             positions=xp.asarray(positions),
-            slots=xp.asarray(sequence * capacity + positions),
+            slots=xp.asarray(cache.slots(sequence, positions)),
             cu_seqlens=xp.asarray(np.append(0, ends).astype(np.int32)),
             seqused=xp.asarray((cached + counts).astype(np.int32)),
             last=xp.asarray(ends[counts > 0] - 1),
@@ -57,11 +57,23 @@ class Step:
         )
 
 
-class KVCache:
-    """Keys and values of every layer, contiguous: (layers, batch, capacity, kv_heads, head_dim).
-
-    Slots that no token has filled hold anything: rawattn never reads past `seqused_k`.
+class Cache(Protocol):
+    """Keys and values of every layer. Slots that no token has filled hold anything: rawattn never
+    reads past the length of a sequence.
     """
+
+    def slots(self, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where tokens at these positions of sequences go, int64."""
+
+    def write(self, layer: int, slots: Array, k: Array, v: Array) -> None:
+        """Puts the ``(n, kv_heads, head_dim)`` keys and values of one layer into their slots."""
+
+    def attend(self, layer: int, q: Array, step: Step) -> Array:
+        """Queries against every key of their sequence; causal: the last query sees the last key."""
+
+
+class KVCache:
+    """A contiguous cache: (layers, batch, capacity, kv_heads, head_dim)."""
 
     def __init__(self, config: Config, xp: Any, dtype: Any, batch: int, capacity: int):
         shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
@@ -69,10 +81,23 @@ class KVCache:
         self.k = xp.empty(shape, dtype)
         self.v = xp.empty(shape, dtype)
 
+    def slots(self, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return sequence * self.capacity + positions
+
     def write(self, layer: int, slots: Array, k: Array, v: Array) -> None:
-        """Puts the ``(n, kv_heads, head_dim)`` keys and values of one layer into their slots."""
         for cache, new in ((self.k, k), (self.v, v)):
             cache[layer].reshape(-1, *new.shape[1:])[slots] = new
+
+    def attend(self, layer: int, q: Array, step: Step) -> Array:
+        return rawattn.flash_attn_varlen_func(
+            q,
+            self.k[layer],
+            self.v[layer],
+            step.cu_seqlens,
+            seqused_k=step.seqused,
+            max_seqlen_q=step.max_new,
+            causal=True,
+        )
 
 
 class Llama:
@@ -88,7 +113,7 @@ class Llama:
         ]
         self.cos, self.sin = (xp.asarray(t.astype(np.float32)) for t in _rotations(self.config))
 
-    def forward(self, step: Step, cache: KVCache) -> Array:
+    def forward(self, step: Step, cache: Cache) -> Array:
         """Appends the new tokens to the cache; ``(L, vocabulary)`` logits after the last ones."""
         x = self.embedding[step.tokens]
         for index, layer in enumerate(self.layers):
@@ -96,17 +121,14 @@ class Llama:
             x = x + self._feed_forward(layer, x)
         return self._rms_norm(x[step.last], self.norm) @ self.embedding.T
 
-    def _attention(self, index: int, layer: Layer, x: Array, step: Step, cache: KVCache) -> Array:
+    def _attention(self, index: int, layer: Layer, x: Array, step: Step, cache: Cache) -> Array:
         c = self.config
         heads = (self._rms_norm(x, layer.attn_norm) @ layer.qkv.T).reshape(len(x), -1, c.head_dim)
         turned = self._rotate(heads[:, : c.q_heads + c.kv_heads], step.positions).astype(self.dtype)
         q, k = turned[:, : c.q_heads], turned[:, c.q_heads :]
         v = heads[:, c.q_heads + c.kv_heads :].astype(self.dtype)
         cache.write(index, step.slots, k, v)
-        if step.prefill:
-            out = self._attend(q, k, v, step)
-        else:
-            out = self._attend_cache(q, index, step, cache)
+        out = self._attend(q, k, v, step) if step.prefill else cache.attend(index, q, step)
         return out.reshape(len(x), -1).astype(np.float32) @ layer.attn_out.T
 
     def _attend(self, q: Array, k: Array, v: Array, step: Step) -> Array:
@@ -119,18 +141,6 @@ class Llama:
             step.cu_seqlens,
             max_seqlen_q=step.max_new,
             max_seqlen_k=step.max_new,
-            causal=True,
-        )
-
-    def _attend_cache(self, q: Array, index: int, step: Step, cache: KVCache) -> Array:
-        """Queries against every key of their sequence; causal: the last query sees the last key."""
-        return rawattn.flash_attn_varlen_func(
-            q,
-            cache.k[index],
-            cache.v[index],
-            step.cu_seqlens,
-            seqused_k=step.seqused,
-            max_seqlen_q=step.max_new,
             causal=True,
         )
 

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rawattn.compile import CompileError
-    from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
+    from rawattn.dense import flash_attn_func, flash_attn_varlen_func
     from rawattn.device import Device
     from rawattn.forward import Prepared
+    from rawattn.kv_cache import (
+        copy_blocks,
+        flash_attn_with_kvcache,
+        reshape_and_cache,
+        reshape_and_cache_flash,
+    )
+    from rawattn.merge import cascade_attention, merge_attn_states, merge_states
+    from rawattn.paged import paged_attention_v1, paged_attention_v2
+    from rawattn.prepared import prepare
     from rawattn.problem import Unsupported
 
 __version__ = "0.1.0"
@@ -20,9 +29,18 @@ __all__ = [
     "Prepared",
     "Unsupported",
     "__version__",
+    "cascade_attention",
+    "copy_blocks",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "merge_attn_states",
+    "merge_states",
+    "paged_attention_v1",
+    "paged_attention_v2",
     "prepare",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
 ]
 
 _HOMES = {
@@ -30,9 +48,18 @@ _HOMES = {
     "Device": "device",
     "Prepared": "forward",
     "Unsupported": "problem",
+    "cascade_attention": "merge",
+    "copy_blocks": "kv_cache",
     "flash_attn_func": "dense",
     "flash_attn_varlen_func": "dense",
-    "prepare": "dense",
+    "flash_attn_with_kvcache": "kv_cache",
+    "merge_attn_states": "merge",
+    "merge_states": "merge",
+    "paged_attention_v1": "paged",
+    "paged_attention_v2": "paged",
+    "prepare": "prepared",
+    "reshape_and_cache": "kv_cache",
+    "reshape_and_cache_flash": "kv_cache",
 }
 
 

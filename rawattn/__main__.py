@@ -22,11 +22,27 @@ from rawattn.problem import Unsupported
 
 EPILOG = """\
 exit codes: 0 done; 1 something failed, or a GPU or compiler is needed that is not here;
-2 the arguments are not accepted, or no backend takes the problem"""
+2 the arguments are not accepted, or no backend takes the problem; 3 (bench) cases are left"""
 
 
 class UsageError(Exception):
     """A command line that is not accepted."""
+
+
+# fmt: off
+SHAPE = (
+    "heads", "head_dim", "kv_heads", "value_dim", "dtype", "causal", "window", "softcap", "alibi",
+    "sink", "varlen",
+)
+# fmt: on
+# Commands, and flags that say nothing there with another flag, or without it.
+UNUSED = (
+    ("plan", "without", "cache", ("page", "cache_dtype", "split")),
+    ("roofline", "without", "model", ("kv_bits", "weight_bits")),
+    ("roofline", "with", "model", (*SHAPE, "tiles")),
+    ("roofline", "without", "plot", ("rows",)),
+    ("compile", "with", "all", ("batch", "q_len", "k_len", *SHAPE)),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         args = parser().parse_args(argv)
+        check_used(args)
     except UsageError as error:
         facts = _explain("rawattn", error)
         if "--json" in argv:
@@ -71,6 +88,19 @@ def _run(argv: Sequence[str]) -> int:
     elif "error" not in facts:
         print(render(facts))
     return code
+
+
+def check_used(args: argparse.Namespace) -> None:
+    """UsageError for a flag that another one, given or not, leaves without effect."""
+    defaults = parser().parse_args([args.command])
+    for command, word, switch, names in UNUSED:
+        given = bool(getattr(args, switch, None))
+        if command != args.command or given != (word == "with"):
+            continue
+        for name in names:
+            if getattr(args, name) != getattr(defaults, name):
+                flag = name.replace("_", "-")
+                raise UsageError(f"argument --{flag}: says nothing {word} --{switch}")
 
 
 def _say(text: str) -> None:
@@ -102,14 +132,43 @@ def parser() -> Parser:
     add("info", "GPU, compiler, cache and backends of this machine")
     one = add("plan", "which backend and which tiles a problem gets, and why", problem_flags())
     one.add_argument("--backend", help="take this one, or say why not")
-    add("roofline", "work of a problem, and the least time it takes on a device", problem_flags())
+    _cache_flags(one)
+    _roofline_flags(add("roofline", "least time of a problem or a model", problem_flags()))
     fill = add("compile", "fill the kernel cache ahead of time", problem_flags(arch=True))
     fill.add_argument("--all", action="store_true", help="all kernels, not those of one problem")
     fill.add_argument("--jobs", type=positive, help="processes (default: one a core)")
     kernels = add("cache", "compiled kernels on this machine; not the objects of the emulator")
     kernels.add_argument("action", choices=("list", "size", "clear"), nargs="?", default="list")
     add("selftest", "a few problems through the public functions, held to float64")
+    _bench_flags(add("bench", "measure beside other libraries (from a clone, with a GPU)"))
     return whole
+
+
+def _cache_flags(flags: Parser) -> None:
+    cache = flags.add_argument_group("paged cache")
+    cache.add_argument("--cache", choices=("NHD", "HND", "x-major"), help="keys lie in pages")
+    cache.add_argument("--page", type=positive, default=16, help="tokens a page, default 16")
+    cache.add_argument("--cache-dtype", default="auto", help="auto (default), fp8, fp8_e5m2, int8")
+    cache.add_argument("--split", type=count, default=0, help="tokens of a part, default balanced")
+
+
+def _roofline_flags(roofs: Parser) -> None:
+    roofs.add_argument(
+        "--tiles", nargs=2, type=positive, default=(128, 64), metavar=("QUERIES", "KEYS")
+    )
+    roofs.add_argument("--model", help="a step of decoding this model, as llama-3-8b")
+    roofs.add_argument("--kv-bits", type=int, choices=(16, 8), default=16, help="with --model")
+    roofs.add_argument("--weight-bits", type=int, choices=(16, 8, 4), default=16, help="likewise")
+    roofs.add_argument("--plot", metavar="FILE.png", help="draw the roofs (needs matplotlib)")
+    roofs.add_argument("--rows", metavar="FILE.csv", help="and these rows of the bench under them")
+
+
+def _bench_flags(flags: Parser) -> None:
+    flags.add_argument("--suite", help="one suite (default: all)")
+    flags.add_argument("--case", metavar="PATTERN", help="cases that match a shell pattern")
+    flags.add_argument("--quick", action="store_true", help="few cases and rounds, four minutes")
+    flags.add_argument("--again", action="store_true", help="also cases that have rows already")
+    flags.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")
 
 
 def problem_flags(*, arch: bool = False) -> Parser:

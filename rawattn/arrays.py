@@ -23,7 +23,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
 }
 FLOATS = ("float16", "bfloat16", "float32")  # of q, k, v and out
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -120,6 +126,18 @@ def empty(spec: Spec) -> View:
     return View(array, array.data.ptr, spec)
 
 
+def to_device(values: Any, dtype: str, device: int, *, shared: bool = False) -> View:
+    """A new array on a GPU that holds these values, for use on the current stream of the device;
+    waits for it where the array is `shared` with other streams.
+    """
+    cupy = import_cupy()
+    with cupy.cuda.Device(device):
+        array = cupy.asarray(np.asarray(values, DTYPES[dtype]))
+        if shared:
+            cupy.cuda.get_current_stream(device).synchronize()
+    return view("", array)
+
+
 def to_host(x: View) -> np.ndarray[Any, Any]:
     """A copy in host memory; it waits for the device."""
     return x.array if x.spec.device is None else x.array.get()
@@ -207,7 +225,7 @@ def _exchanged(name: str, x: Any) -> Any:
 def _reinterpret(name: str, array: Any, dtype: str) -> Any:
     wanted = DTYPES[dtype]
     _check_native(name, array.dtype)
-    if array.dtype == wanted:
+    if array.dtype == wanted or array.dtype.itemsize == 1:  # 8-bit caches say what they hold
         return array
     if array.dtype.kind in "uV" and array.dtype.itemsize == wanted.itemsize:
         return array.view(wanted)
@@ -218,12 +236,12 @@ def _reinterpret(name: str, array: Any, dtype: str) -> Any:
 def _from_dlpack(name: str, x: Any) -> Any:
     """A NumPy array, or a CuPy array that the producer has made ready for the current stream."""
     kind = int(x.__dlpack_device__()[0])
+    of_gpu = kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED)
+    module = import_cupy() if of_gpu else np
     try:
-        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            return import_cupy().from_dlpack(x)
-        if kind == _DLPACK_CPU:
-            return np.from_dlpack(x)
-    except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+        if of_gpu or kind == _DLPACK_CPU:
+            return module.from_dlpack(x)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
         hint = "a view as unsigned integers together with dtype= passes any type"
         raise TypeError(
             f"{name} ({type(x).__qualname__}) cannot be exchanged: {error}; {hint}"

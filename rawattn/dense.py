@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from rawattn.forward import Prepared, Preparer, forward
+from rawattn.forward import Prepared, forward
 
 
 def flash_attn_func(
@@ -232,47 +231,3 @@ def flash_attn_varlen_func(
         max_seqlen_k,
     )
     return forward(arrays, options, plan, stream)
-
-
-def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared:
-    """All of ``function(*args, **kwargs)`` but its launch: checks, plan, compilation, packing.
-
-    Parameters
-    ----------
-    function : callable
-        `flash_attn_func` or `flash_attn_varlen_func`.
-    *args, **kwargs
-        Its arguments. With `out` (and `lse`, where it is returned) given, the prepared call neither
-        allocates nor synchronises nor reads device memory, so that it can be captured in a CUDA
-        graph.
-
-    Returns
-    -------
-    plan : Prepared
-        Pass it as ``plan=`` with the same arguments. Arrays may be others with the same shapes,
-        strides, dtypes and device; anything else that differs is a ValueError.
-
-    Raises
-    ------
-    TypeError
-        Another function, or an argument `plan`. Else the errors are those of the function.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import rawattn
-    >>> q = k = v = np.ones((1, 3, 2, 16), np.float32)
-    >>> out = np.empty_like(q)
-    >>> plan = rawattn.prepare(rawattn.flash_attn_func, q, k, v, causal=True, out=out)
-    >>> rawattn.flash_attn_func(q, k, v, causal=True, out=out, plan=plan) is out
-    True
-    """
-    if function not in (flash_attn_func, flash_attn_varlen_func):
-        raise TypeError(
-            f"function={function!r}: accepted are flash_attn_func and flash_attn_varlen_func"
-        )
-    if "plan" in kwargs:
-        raise TypeError(f"plan={kwargs['plan']!r}: accepted is a call without plan=")
-    prepared = function(*args, **kwargs, plan=Preparer())
-    assert isinstance(prepared, Prepared)
-    return prepared

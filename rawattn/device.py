@@ -40,6 +40,7 @@ class Device:
     l2_bytes: int = 0
     tflops: float | None = None  # dense fp16 and bf16 tensor cores, float32 accumulation
     gb_per_s: float | None = None  # device memory
+    fma_per_clock: int | None = None  # of an SM, on tensor cores, in the type of `tflops`
 
     @staticmethod
     def named(name: str) -> Device:
@@ -103,6 +104,7 @@ def _read(device_id: int) -> Device:
         l2_bytes=facts["l2CacheSize"],
         tflops=known.tflops if known else None,
         gb_per_s=known.gb_per_s if known else None,
+        fma_per_clock=known.fma_per_clock if known else None,
     )
 
 
@@ -110,7 +112,7 @@ _KB, _MB = 1 << 10, 1 << 20
 _AMPERE = Device(name="", arch="sm_80", smem_per_block=163 * _KB, smem_per_sm=164 * _KB)
 _HOPPER = Device(name="", arch="sm_90a", smem_per_block=227 * _KB, smem_per_sm=228 * _KB)
 _SMALL = Device(name="", arch="sm_86", smem_per_block=99 * _KB, smem_per_sm=100 * _KB)
-_H100 = replace(_HOPPER, sms=132, l2_bytes=50 * _MB, tflops=989.4)
+_H100 = replace(_HOPPER, sms=132, l2_bytes=50 * _MB, tflops=989.4, fma_per_clock=2048)
 
 # Figures of the vendor's data sheets and architecture papers, without sparsity.
 DEVICES = {
@@ -121,6 +123,7 @@ DEVICES = {
         l2_bytes=40 * _MB,
         tflops=311.9,
         gb_per_s=2039.0,
+        fma_per_clock=1024,
     ),
     "H100": replace(_H100, name="NVIDIA H100 80GB HBM3", gb_per_s=3350.0),
     "H200": replace(_H100, name="NVIDIA H200", l2_bytes=60 * _MB, gb_per_s=4800.0),
@@ -132,9 +135,16 @@ DEVICES = {
         l2_bytes=126 * _MB,
         tflops=2250.0,
         gb_per_s=8000.0,
+        fma_per_clock=4096,
     ),
     "A10": replace(
-        _SMALL, name="NVIDIA A10", sms=72, l2_bytes=6 * _MB, tflops=125.0, gb_per_s=600.0
+        _SMALL,
+        name="NVIDIA A10",
+        sms=72,
+        l2_bytes=6 * _MB,
+        tflops=125.0,
+        gb_per_s=600.0,
+        fma_per_clock=512,
     ),
     "RTX 3090": replace(
         _SMALL,
@@ -143,6 +153,7 @@ DEVICES = {
         l2_bytes=6 * _MB,
         tflops=71.2,
         gb_per_s=936.2,
+        fma_per_clock=256,
     ),
     "L40S": replace(
         _SMALL,
@@ -152,6 +163,7 @@ DEVICES = {
         l2_bytes=96 * _MB,
         tflops=362.0,
         gb_per_s=864.0,
+        fma_per_clock=512,
     ),
     "RTX 4090": replace(
         _SMALL,
@@ -161,6 +173,7 @@ DEVICES = {
         l2_bytes=72 * _MB,
         tflops=165.2,
         gb_per_s=1008.0,
+        fma_per_clock=256,
     ),
     "RTX 5090": replace(
         _SMALL,
@@ -170,5 +183,6 @@ DEVICES = {
         l2_bytes=96 * _MB,
         tflops=209.5,
         gb_per_s=1792.0,
+        fma_per_clock=256,
     ),
 }

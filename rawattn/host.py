@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -47,6 +47,7 @@ class Strip:
     v: Array  # (k_len, kv_heads, Dv)
     slopes: Array  # (kv_heads, group), 0: none
     sink: Array  # (kv_heads, group), -inf: none
+    seen: Array | None = None  # bool (kv_heads, group, rows, k_len), besides the mask; None: all
     out: Array  # (rows, kv_heads, group, Dv), to be written
     lse: Array  # (rows, kv_heads, group), to be written
 
@@ -91,6 +92,8 @@ def _shape_scores(scores: Array, strip: Strip, tile: slice) -> None:
     if not visible(strip.mask, rows[[0, -1]], cols[[0, -1]], q_len, k_len).all():
         seen = visible(strip.mask, rows, cols, q_len, k_len)
         np.copyto(scores, -np.inf, where=~seen[:, None, :])
+    if strip.seen is not None:
+        np.copyto(scores, -np.inf, where=~strip.seen[..., tile].swapaxes(1, 2))
 
 
 def _finite(row_max: Array) -> Array:
@@ -168,6 +171,7 @@ def _cut(whole: Strip) -> Iterator[Strip]:
                 v=whole.v[:, heads],
                 slopes=whole.slopes[heads],
                 sink=whole.sink[heads],
+                seen=None if whole.seen is None else whole.seen[heads, :, part],
                 out=whole.out[part, heads],
                 lse=whole.lse[part, heads],
             )
@@ -204,10 +208,12 @@ def run(
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    seen: Sequence[Array] | None = None,
 ) -> None:
     """Fill out and lse, whose rows outside of every sequence are left as they are.
 
     q, k, v, out : any strides; float16, bfloat16 or float32. lse : float32, or None.
+    seen : as in `reference`.
     """
     if lse is None:
         lse = np.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.float32)
@@ -219,6 +225,7 @@ def run(
     sinks = per_head(sink, len(of_q), q_heads, -np.inf).astype(np.float32)
     strips: list[Strip] = []
     for b, (q_rows, k_rows) in enumerate(zip(of_q, of_k, strict=True)):
+        shape = (q_heads, len(q[q_rows]), len(k[k_rows]))
         whole = Strip(
             mask=mask,
             scale=softmax_scale(scale, q.shape[-1]),
@@ -231,6 +238,7 @@ def run(
             v=v[k_rows],
             slopes=_grouped(slopes[b], 0, kv_heads),
             sink=_grouped(sinks[b], 0, kv_heads),
+            seen=None if seen is None else _grouped(np.broadcast_to(seen[b], shape), 0, kv_heads),
             out=_grouped(out[q_rows], 1, kv_heads),
             lse=_grouped(lse_of_row[q_rows], 1, kv_heads),
         )

@@ -15,7 +15,8 @@ out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Query head h reads KV head h // (Hq / Hkv)
 `cu_seqlens_q` (B + 1,) the sequences of q and out are packed, (total_q, Hq, D), and lse is
 (Hq, total_q); with `cu_seqlens_k` those of k and v are. `seqused_k` (B,) counts the keys of each
 sequence that exist; what lies behind them is never read. `alibi_slopes` is (Hq,) or (B, Hq) and
-`sink` is (Hq,), in units of a score.
+`sink` is (Hq,), in units of a score. `seen`, besides the mask, says which keys a row sees: for each
+sequence booleans that broadcast to (Hq, Sq, Sk).
 
 Results are float64. Packed rows that belong to no sequence (before cu_seqlens[0], and from
 cu_seqlens[-1]) come back as NaN: a kernel leaves them alone, so there is nothing to compare with.
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,7 @@ class Rule:
     softcap: float  # 0: none
     slope: float  # 0: none
     sink: float  # -inf: none
+    seen: Array  # bool, broadcasts to (Sq, Sk)
     storage: np.dtype[Any]  # float64 is exact; any other makes the rounded twin
 
     @property
@@ -127,7 +129,8 @@ def _scores(products: Array, rule: Rule) -> Array:
     if rule.slope:
         steps = np.abs(distance(rows, cols, k_len - q_len)).astype(rule.compute)
         scores = scores - rule.slope * steps
-    return np.where(visible(rule.mask, rows, cols, q_len, k_len), scores, -math.inf)
+    seen = visible(rule.mask, rows, cols, q_len, k_len) & rule.seen
+    return np.where(seen, scores, -math.inf)
 
 
 def _forward(q: Array, k: Array, v: Array, rule: Rule) -> tuple[Array, Array]:
@@ -190,6 +193,7 @@ def _heads(
     cu_seqlens_q: ArrayLike | None,
     cu_seqlens_k: ArrayLike | None,
     seqused_k: ArrayLike | None,
+    seen: Sequence[Array] | None,
     rounding: str | None,
 ) -> Iterator[Head]:
     """Every query head of every sequence; the arguments are those of `attention`."""
@@ -199,6 +203,8 @@ def _heads(
     slopes = per_head(alibi_slopes, len(q_rows), q_heads, 0.0).tolist()
     sinks = per_head(sink, len(q_rows), q_heads, -math.inf).tolist()
     for b, (of_q, of_k) in enumerate(zip(q_rows, k_rows, strict=True)):
+        shape = (q_heads, len(q[of_q]), len(k[of_k]))
+        seen_by_head = np.broadcast_to(True if seen is None else seen[b], shape)
         for h in range(q_heads):
             rule = Rule(
                 mask=mask,
@@ -206,6 +212,7 @@ def _heads(
                 softcap=float(softcap),
                 slope=slopes[b][h],
                 sink=sinks[b][h],
+                seen=seen_by_head[h],
                 storage=np.dtype(rounding or np.float64),
             )
             kv_head = h * kv_heads // q_heads
@@ -233,6 +240,7 @@ def attention(
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    seen: Sequence[Array] | None = None,
     rounding: str | None = None,
 ) -> tuple[Array, Array]:
     """out and lse, as the module says."""
@@ -250,6 +258,7 @@ def attention(
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
+        seen,
         rounding,
     )
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -294,6 +303,7 @@ def attention_backward(
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
+        None,
         rounding,
     )
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

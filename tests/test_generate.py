@@ -8,6 +8,7 @@ GGUF's row order and turns coordinates i and i + head_dim / 2, as the model was 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import generate as example  # noqa: E402
 import smollm2  # noqa: E402
-from llama import Llama, Step  # noqa: E402
+from llama import KVCache, Llama, Step  # noqa: E402
 
 try:
     smollm2.find_weights()
@@ -174,6 +175,13 @@ def test_rounded_tokens_are_explained_by_rounding(checkpoint, device, dtype):
     check_against_oracle(checkpoint, example.generate(model, PROMPTS, MAX_NEW), dtype)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "x-major"])
+def test_tokens_over_pages_equal_the_oracle(checkpoint, greedy, layout):
+    model = Llama(checkpoint, np, np.float32)
+    result = example.generate(model, PROMPTS, 5, layout=layout)
+    assert result.tokens == [answer[:5] for answer in greedy]
+
+
 def test_encodings(checkpoint):
     for text, ids in ENCODINGS.items():
         assert checkpoint.tokenizer.encode(text).ids == ids, text
@@ -194,7 +202,8 @@ def test_chat_format_is_the_files_own(checkpoint):
 
 
 def test_step_packs_what_is_new():
-    step = Step.pack(np, [[7, 8], [], [9]], [3, 5, 0], 10)
+    cache = KVCache(SimpleNamespace(layers=1, kv_heads=1, head_dim=1), np, np.float32, 3, 10)
+    step = Step.pack(np, [[7, 8], [], [9]], [3, 5, 0], cache)
     assert step.tokens.tolist() == [7, 8, 9]
     assert step.positions.tolist() == [3, 4, 0]
     assert step.slots.tolist() == [3, 4, 20]

@@ -32,7 +32,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     if not todo:
         raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
     start = time.perf_counter()
-    results = _progress(_compile(todo, device.arch, args.jobs), len(todo))
+    results = _progress(compile_all(todo, device.arch, args.jobs), len(todo))
     errors = [error for error in results if error is not None]
     return {
         "arch": device.arch,
@@ -64,7 +64,9 @@ def _device(args: Namespace) -> Device:
     return next(device for device in DEVICES.values() if device.arch == args.arch)
 
 
-def _compile(todo: list[tuple[str, Config]], arch: str, jobs: int | None) -> Iterator[str | None]:
+def compile_all(
+    todo: list[tuple[str, Config]], arch: str, jobs: int | None = None
+) -> Iterator[str | None]:
     """What is wrong with each kernel, as they are done; None for those that are in the cache."""
     workers = min(len(todo), jobs or os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -14,7 +14,7 @@ from rawattn.request import Arrays, Options, problem_of
 def problem(args: Namespace) -> Problem:
     """The problem of contiguous arrays; raises what the public functions raise."""
     dtype = dtype_name("dtype", args.dtype)
-    k_len = args.q_len if args.k_len is None else args.k_len
+    keys = k_len(args)
     kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     value_dim = args.head_dim if args.value_dim is None else args.value_dim
 
@@ -26,8 +26,8 @@ def problem(args: Namespace) -> Problem:
     per_head = contiguous((args.heads,), "float32", None)
     specs = Arrays(
         q=array(args.q_len, args.heads, args.head_dim),
-        k=array(k_len, kv_heads, args.head_dim),
-        v=array(k_len, kv_heads, value_dim),
+        k=array(keys, kv_heads, args.head_dim),
+        v=array(keys, kv_heads, value_dim),
         cu_seqlens_q=starts,
         cu_seqlens_k=starts,
         alibi_slopes=per_head if args.alibi else None,
@@ -38,9 +38,14 @@ def problem(args: Namespace) -> Problem:
         window_size=tuple(args.window),
         softcap=args.softcap,
         max_seqlen_q=args.q_len,
-        max_seqlen_k=k_len,
+        max_seqlen_k=keys,
     )
     return problem_of(specs, options)
+
+
+def k_len(args: Namespace) -> int:
+    """Keys of a sequence: ``--k-len``, by default as many as ``--q-len``."""
+    return int(args.q_len if args.k_len is None else args.k_len)
 
 
 def device(args: Namespace) -> Device:

@@ -8,15 +8,24 @@ import platform
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import rawattn
 from rawattn import cache, compile
+from rawattn.cache_problem import (
+    CopyBlocksProblem,
+    KvWriteProblem,
+    MergeProblem,
+    RotaryProblem,
+)
 from rawattn.cli.cache import folder_facts
 from rawattn.device import DEVICES, Device
-from rawattn.plan import BACKENDS, Backend
-from rawattn.problem import Problem
+from rawattn.paged_problem import PagedProblem
+from rawattn.plan import BACKENDS, Backend, kv_write, merge
+from rawattn.plan import paged as paged_plan
+from rawattn.problem import CacheLayout, Problem
 from rawattn.registry import KERNELS, cuda_folder
 
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "rich")
@@ -29,6 +38,33 @@ TYPICAL = Problem(
     value_dim=128,
     max_q=128,
     max_k=128,
+)
+PAGED = PagedProblem(
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    batch=1,
+    q_heads=1,
+    kv_heads=1,
+    head_dim=128,
+    value_dim=128,
+    max_q=1,
+    max_k=128,
+    page=16,
+    layout=CacheLayout.X_MAJOR,
+)
+WRITE = KvWriteProblem(
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    tokens=1,
+    kv_heads=1,
+    head_dim=128,
+    value_dim=128,
+    layout=CacheLayout.X_MAJOR,
+)
+ROTARY = RotaryProblem(dtype="bfloat16", tokens=1, heads=1, head_dim=128)
+COPY = CopyBlocksProblem(caches=1, pairs=1, block_bytes=4096)
+MERGE = MergeProblem(
+    dtype="bfloat16", out_dtype="bfloat16", states=2, tokens=1, heads=1, head_dim=128
 )
 
 
@@ -50,21 +86,35 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
         "cache": _cache(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("RAWATTN_")},
         "backends": [
-            {"name": b.name, "runs_here": why is None, "why_not": why}
-            for b in BACKENDS
-            for why in [why_not(b, device, compiler)]
+            {"for": op, "name": b.name, "runs_here": why is None, "why_not": why}
+            for op, (backends, typical) in operations().items()
+            for b in backends
+            for why in [why_not(b, typical, device, compiler)]
         ],
         "devices_known": ", ".join(("host", *DEVICES)),
     }, 0
 
 
-def why_not(backend: Backend, device: Device | str, compiler: dict[str, str] | str) -> str | None:
+def operations() -> dict[str, tuple[Sequence[Backend], Any]]:
+    """What can be asked for: its backends in order, and a problem that all of them should take."""
+    moves = {"store tokens": WRITE, "rotary": ROTARY, "copy blocks": COPY}
+    return {
+        "attention": (BACKENDS, TYPICAL),
+        "paged attention": (paged_plan.BACKENDS, PAGED),
+        **{op: (kv_write.BACKENDS[type(p)], p) for op, p in moves.items()},
+        "merge": (merge.BACKENDS, MERGE),
+    }
+
+
+def why_not(
+    backend: Backend, typical: Any, device: Device | str, compiler: dict[str, str] | str
+) -> str | None:
     """Why a backend cannot run here; None where it can. A str says why there is no such thing."""
-    if backend.refuses(TYPICAL, Device.host()) is None:
+    if backend.refuses(typical, Device.host()) is None:
         return None
     if isinstance(device, str):
         return device
-    return backend.refuses(TYPICAL, device) or (compiler if isinstance(compiler, str) else None)
+    return backend.refuses(typical, device) or (compiler if isinstance(compiler, str) else None)
 
 
 def _device() -> Device | str:

@@ -3,28 +3,33 @@
 
 from __future__ import annotations
 
+import enum
 from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from rawattn.cli import flags
+from rawattn.calls import forced_backend
+from rawattn.cli import flags, paged_flags
 from rawattn.forward import Settings
-from rawattn.plan import BACKENDS, Launch, plan
-from rawattn.problem import Problem, Unsupported
+from rawattn.plan import Launch, dense, paged
+from rawattn.problem import Unsupported
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of a plan, and 0; with 2 the reasons of all backends, where none takes the problem."""
-    problem, device = flags.problem(args), flags.device(args)
-    forced = args.backend or Settings.read().backend
+    problem = paged_flags.problem(args) if args.cache else flags.problem(args)
+    planner: Any = paged if args.cache else dense
+    device, forced = flags.device(args), args.backend or Settings.read().backend
+    if args.cache:
+        forced = forced_backend(args.backend, planner.BACKENDS)
     asked = {
         "problem": problem_facts(problem),
         "device": {"name": device.name, "arch": device.arch, "sms": device.sms},
     }
     try:
-        made = plan(problem, device, forced)
+        made = planner.plan(problem, device, forced)
     except Unsupported:
-        asked_of = [b for b in BACKENDS if forced in (None, b.name)]
+        asked_of = [b for b in planner.BACKENDS if forced in (None, b.name)]
         reasons = [f"{b.name}: {b.refuses(problem, device)}" for b in asked_of]
         return {**asked, "backend": None, "passed_over": reasons}, 2
     return {
@@ -36,15 +41,15 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     }, 0
 
 
-def problem_facts(problem: Problem) -> dict[str, Any]:
-    """The fields of a problem, those of its mask and its scores among them."""
+def problem_facts(problem: Any) -> dict[str, Any]:
+    """The fields of a Problem or a PagedProblem, those of its mask and its scores among them."""
     facts = asdict(problem)
     mask, scores = facts.pop("mask"), facts.pop("scores")
     words = [name for name, is_set in scores.items() if is_set]
     window = {"window_left": mask["left"], "window_right": mask["right"]}
     aligned = "top_left" if problem.mask.top_left else "bottom_right"
-    rows = {name: facts[name].value for name in ("q_rows", "k_rows")}
-    return {**facts, **rows, **window, "diagonal": aligned, "scores": " ".join(words) or None}
+    plain = {n: x.value if isinstance(x, enum.Enum) else x for n, x in facts.items()}
+    return {**plain, **window, "diagonal": aligned, "scores": " ".join(words) or None}
 
 
 def _launch_facts(launch: Launch) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from rawattn.device import Device, import_cupy
 from rawattn.forward import Settings
 from rawattn.plan import plan
 from rawattn.problem import Unsupported
-from rawattn.testing import Case, Op
+from rawattn.testing import Case
+from rawattn.testing.paged_cases import PagedCase
+from rawattn.testing.paged_inputs import paged_tensors
+from rawattn.testing.paged_laws import agree, paged_op, run_paged
 
 CASES = {
     "one token": Case(q_lens=(1,), k_lens=(200,), q_heads=8, kv_heads=2, dtype="float16"),
@@ -49,35 +52,61 @@ CASES = {
     "rows on odd addresses": Case(q_lens=(65,), k_lens=(80,), memory="unaligned", dtype="float16"),
     "float32": Case(q_lens=(70,), k_lens=(90,), causal=True, dtype="float32"),
 }
+PAGED = {
+    "decoding over pages, two tokens stored": PagedCase(
+        q_lens=(1, 1), k_lens=(70, 200), q_heads=8, kv_heads=2, head_dim=128, value_dim=128, new=1
+    ),
+    "a chunk over x-major pages, an empty sequence": PagedCase(
+        q_lens=(9, 0, 3),
+        k_lens=(40, 0, 33),
+        packed=True,
+        causal=True,
+        layout="x-major",
+        q_heads=4,
+        kv_heads=2,
+    ),
+    "fp8 pages, HND": PagedCase(
+        q_lens=(1, 1),
+        k_lens=(100, 17),
+        layout="HND",
+        cache_dtype="float8_e4m3fn",
+        q_heads=4,
+        kv_heads=1,
+    ),
+}
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of each check; 1 where one did not hold. ValueError: a RAWATTN_BACKEND there is not."""
     with contextlib.suppress(Unsupported):  # one of GPUs
         plan(TYPICAL, Device.host(), Settings.read().backend)
-    ops, no_gpu = [testing.public_op("numpy")], None
+    modules, no_gpu = ["numpy"], None
     try:
         import_cupy()
-        ops.append(testing.public_op("cupy"))
+        modules.append("cupy")
     except RuntimeError as error:
         no_gpu = str(error)
     checks = [
-        {"arrays": op.xp.__name__, "problem": name, **check(op, case)}
-        for op in ops
-        for name, case in CASES.items()
+        {"arrays": module, "problem": name, **check(op, case)}
+        for module in modules
+        for op, cases in ((testing.public_op(module), CASES), (paged_op(module), PAGED))
+        for name, case in cases.items()
         if case.dtype in op.limits.dtypes
     ]
     failed = sum(facts["result"] != "ok" for facts in checks)
     return {"checks": checks, "failed": failed, "no_gpu": no_gpu}, int(failed > 0)
 
 
-def check(op: Op, case: Case) -> dict[str, Any]:
+def check(op: Any, case: Any) -> dict[str, Any]:
     """The worst error as a share of its bound, seconds, and "ok" or what went wrong."""
     op, start, result = replace(op, record=testing.Record()), time.perf_counter(), "ok"
-    t = testing.tensors(case)
     try:
-        got = testing.run(op, t)
-        testing.assert_close(got, testing.expected(t), case, op.record)
+        if isinstance(case, PagedCase):
+            pages = paged_tensors(case)
+            agree(op, run_paged(op, pages), pages)
+        else:
+            t = testing.tensors(case)
+            testing.assert_close(testing.run(op, t), testing.expected(t), case, op.record)
     except Exception as error:  # whatever a machine does to a call is what is to be reported
         result = f"{type(error).__name__}: {error}"
     worst = max(op.record.worst.values(), default=math.nan)

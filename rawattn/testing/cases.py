@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rawattn.problem import Mask
 
+Same = TypeVar("Same", bound="Narrowed")
 LAYOUTS = (
     "dense",  # q (B, Sq, Hq, D), k (B, Sk, Hkv, D): every sequence has the same lengths
     "packed",  # q (total_q, Hq, D), k (total_k, Hkv, D), with rows of nobody before and after
@@ -82,17 +84,36 @@ class Case:
         return Mask.of(self.causal, self.window)
 
     def __repr__(self) -> str:
-        """The call that builds this case, without the fields that have their default."""
-        shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
-        ]
-        return f"Case({', '.join(shown)})"
+        return short_repr(self)
+
+
+def short_repr(x: Any) -> str:
+    """The call that builds a dataclass, without the fields that have their default."""
+    shown = [
+        f"{f.name}={getattr(x, f.name)!r}"
+        for f in dataclasses.fields(x)
+        if f.default is dataclasses.MISSING or getattr(x, f.name) != f.default
+    ]
+    return f"{type(x).__name__}({', '.join(shown)})"
+
+
+class Narrowed:
+    """A dataclass of what is allowed: `a & b` allows what both do."""
+
+    __slots__ = ()
+
+    def __and__(self: Same, other: Same) -> Same:
+        def both(mine, theirs):  # type: ignore[no-untyped-def]
+            if isinstance(mine, tuple):
+                return tuple(x for x in mine if x in theirs)
+            return min(mine, theirs)  # of sizes, and of booleans
+
+        names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return type(self)(**{n: both(getattr(self, n), getattr(other, n)) for n in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Narrowed):
     """Which cases an op takes, or a law is about. `a & b` takes what both take.
 
     Every field that is not given allows everything, so name all that your kernel lacks:
@@ -127,18 +148,6 @@ class Limits:
     max_len: int = 300
     max_heads: int = 6
     max_batch: int = 4
-
-    def __and__(self, other: Limits) -> Limits:
-        def both(mine, theirs):  # type: ignore[no-untyped-def]
-            if isinstance(mine, tuple):
-                return tuple(x for x in mine if x in theirs)
-            return min(mine, theirs)  # of sizes, and of booleans
-
-        values = {
-            f.name: both(getattr(self, f.name), getattr(other, f.name))
-            for f in dataclasses.fields(self)
-        }
-        return Limits(**values)
 
 
 NOTHING = Limits(

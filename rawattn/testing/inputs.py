@@ -37,6 +37,7 @@ class Tensors:
     seqused_k: Array | None = None
     alibi_slopes: Array | None = None
     sink: Array | None = None
+    seen: list[Array] | None = None  # besides the mask, as in `reference`
     max_seqlen_q: int
     max_seqlen_k: int
 
@@ -61,8 +62,8 @@ class Tensors:
         return [(q, k[:n], v[:n]) for q, k, v, n in zip(qs, ks, vs, used, strict=True)]
 
 
-def _values(case: Case, rng: np.random.Generator, shapes: list[tuple[int, ...]]) -> list[Array]:
-    """q, k and v of one sequence, float32, in the case's pattern."""
+def drawn(case: Any, rng: np.random.Generator, shapes: list[tuple[int, ...]]) -> list[Array]:
+    """q, k and v of one sequence, float32, in the pattern of a case with `data` and `dtype`."""
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     match case.data:
         case "tiny":
@@ -89,7 +90,7 @@ def tensors(case: Case) -> Tensors:
     rng = np.random.default_rng(case.seed)
     dtype = np.dtype(case.dtype)
     parts = [
-        _values(
+        drawn(
             case,
             rng,
             [
@@ -198,6 +199,19 @@ class Placed:
         get = getattr(self.buffer, "get", None)  # CuPy
         return self.buffer if get is None else get()
 
+    def read(self, name: str, rows: Any, case: Any) -> Array:
+        """`rows` of it in float64. Fails where anything else in its buffer was written."""
+        buffer, written = self.host(), self.index[rows]
+        outside = np.ones(buffer.size, bool)
+        outside[written] = False
+        changed = (buffer.view(np.uint8).reshape(buffer.size, -1) != CANARY).any(axis=1) & outside
+        if changed.any():
+            raise AssertionError(
+                f"{name}: {changed.sum()} elements outside its rows were written, the first is "
+                f"{changed.argmax()} of {buffer.size}; {case!r}"
+            )
+        return buffer[written].astype(np.float64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
@@ -218,19 +232,8 @@ class Inputs:
         written.
         """
         rows = self.tensors.rows
-        return self._read("out", self.out, rows), self._read("lse", self.lse, (..., rows))
-
-    def _read(self, name: str, placed: Placed, rows: Any) -> Array:
-        buffer, written = placed.host(), placed.index[rows]
-        outside = np.ones(buffer.size, bool)
-        outside[written] = False
-        changed = (buffer.view(np.uint8).reshape(buffer.size, -1) != CANARY).any(axis=1) & outside
-        if changed.any():
-            raise AssertionError(
-                f"{name}: {changed.sum()} elements outside its rows were written, the first is "
-                f"{changed.argmax()} of {buffer.size}; {self.tensors.case!r}"
-            )
-        return buffer[written].astype(np.float64)
+        case = self.tensors.case
+        return self.out.read("out", rows, case), self.lse.read("lse", (..., rows), case)
 
 
 def place(t: Tensors, xp: Any = np) -> Inputs:

@@ -146,6 +146,7 @@ def _reference(
         cu_seqlens_q=t.cu_seqlens_q,
         cu_seqlens_k=t.cu_seqlens_k,
         seqused_k=t.seqused_k,
+        seen=t.seen,
         rounding=rounding,
     )
     return out[t.rows], lse[..., t.rows]
@@ -170,7 +171,7 @@ def public_op(module: str, backend: str | None = None) -> Op:
     """`rawattn.flash_attn_func` and `flash_attn_varlen_func` on arrays of "numpy" or "cupy"."""
     on_host = module == "numpy"
     return Op(
-        name=f"public_op({module!r})",
+        name=f"public_op({module!r}{'' if backend is None else f', {backend!r}'})",
         imports="from rawattn.testing import *",
         call=functools.partial(_public, backend=backend),
         xp=importlib.import_module(module),

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A paged cache as arguments state it: layouts, 8-bit types and their scales, strides.
+
+It reads specs and options, never addresses, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rawattn.arrays import DTYPES, Spec
+from rawattn.paged_problem import Scale
+from rawattn.problem import CacheLayout, check_scalar
+from rawattn.request import count, expect
+
+EIGHT_BIT = {  # kv_cache_dtype: dtype
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
+}
+WIDTHS = (16, 8, 4, 2, 1)  # of copies, in bytes
+
+
+def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
+    """One of some words. TypeError for what is no string, ValueError for another one."""
+    if isinstance(value, str) and value in accepted:
+        return value
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"{name}={value!r}: accepted are {', '.join(accepted)}")
+
+
+def cache_choice(value: Any) -> str:
+    """`kv_cache_dtype`, one of the words that it may be."""
+    return choice("kv_cache_dtype", value, ("auto", *EIGHT_BIT))
+
+
+def array_or_number(scale: Any) -> tuple[Any, Any]:
+    """A scale of a cache, as an array or None, and as a number."""
+    if type(scale) is float or isinstance(scale, numbers.Real):
+        return None, scale
+    return scale, 1.0
+
+
+def natural(name: str, value: Any) -> int | None:
+    """A count from 0, or None."""
+    found = count(name, value)
+    if found is not None and found < 0:
+        raise ValueError(f"{name}={found}: accepted are integers from 0")
+    return found
+
+
+def check_cache_scale(name: str, value: Any) -> float:
+    """A scale of an 8-bit cache that is a number."""
+    number = check_scalar(name, value, positive=True)
+    if number == 0:
+        raise ValueError(f"{name}={value!r}: accepted are numbers above 0")
+    return number
+
+
+def scale_of(
+    name: str, spec: Spec | None, number: float, cache: Cache, batch: int | None = None
+) -> Scale:
+    """What kind of scale a cache has: `spec` is an array, `number` stands where there is none.
+
+    ValueError for a scale of a cache that has none. `batch`: whether (batch, kv_heads) is accepted.
+    """
+    if not cache.quantized:
+        if spec is not None or number != 1.0:
+            found = number if spec is None else "an array"
+            raise ValueError(
+                f"{name} is {found}, and the cache holds {cache.dtype}: accepted is 1.0; others "
+                "are for caches of 8-bit types"
+            )
+        return Scale.NONE
+    if spec is None:
+        return Scale.NUMBER
+    heads = (cache.kv_heads,)
+    shapes: dict[tuple[int, ...], Scale] = {(): Scale.TENSOR, (1,): Scale.TENSOR}
+    shapes.setdefault(heads, Scale.HEAD)
+    if batch is not None:
+        shapes[batch, cache.kv_heads] = Scale.BATCH_HEAD
+    if spec.shape not in shapes:
+        accepted = ", ".join(map(str, shapes))
+        raise ValueError(f"{name} has shape {spec.shape}: accepted are {accepted}")
+    expect(name, spec, spec.shape, "float32")
+    return shapes[spec.shape]
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+
+class Cache(NamedTuple):
+    """The shape of a pair of caches."""
+
+    dtype: str  # what their bytes mean
+    layout: CacheLayout
+    blocks: int
+    page: int  # tokens
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def quantized(self) -> bool:
+        return DTYPES[self.dtype].itemsize == 1
+
+
+def cache_of(
+    names: tuple[str, str], k: Spec, v: Spec, layout: CacheLayout, dtype: str, kv_cache_dtype: str
+) -> Cache:
+    """What two specs say of a cache for keys and values of `dtype`, or the error that they do not.
+
+    `names` are those of the two arrays.
+    """
+    meaning = _cache_dtype(names[0], k, dtype, kv_cache_dtype)
+    accepted = (meaning, "uint8") if meaning.startswith("float8") else (meaning,)
+    x = 16 // DTYPES[meaning].itemsize
+    k_shape: tuple[int | str, ...]
+    match layout:
+        case CacheLayout.NHD:
+            k_shape = ("blocks", "page", "kv_heads", "head_dim")
+        case CacheLayout.HND:
+            k_shape = ("blocks", "kv_heads", "page", "head_dim")
+        case CacheLayout.X_MAJOR:
+            k_shape = ("blocks", "kv_heads", f"head_dim / {x}", "page", x)
+    expect(names[0], k, k_shape, *accepted)
+    if layout is CacheLayout.X_MAJOR:
+        blocks, kv_heads, chunks, page, _ = k.shape
+        expect(names[1], v, (blocks, kv_heads, "value_dim", page), k.dtype)
+        cache = Cache(meaning, layout, blocks, page, kv_heads, chunks * x, v.shape[2])
+        check_slab(names[0], k, first=2)
+        check_slab(names[1], v, first=2)
+    else:
+        expect(names[1], v, (*k.shape[:3], "value_dim"), k.dtype)
+        blocks, page, kv_heads = (k.shape[i] for i in _axes(layout))
+        cache = Cache(meaning, layout, blocks, page, kv_heads, k.shape[3], v.shape[3])
+    if 0 in (cache.page, cache.head_dim, cache.value_dim):
+        raise ValueError(
+            f"{names[0]} has shape {k.shape}, {names[1]} {v.shape}: accepted are pages and head "
+            "sizes from 1"
+        )
+    return cache
+
+
+def _axes(layout: CacheLayout) -> tuple[int, int, int]:
+    """Of blocks, tokens and heads, in a cache that is not x-major."""
+    return (0, 1, 2) if layout is CacheLayout.NHD else (0, 2, 1)
+
+
+def _cache_dtype(name: str, spec: Spec, dtype: str, kv_cache_dtype: str) -> str:
+    if kv_cache_dtype != "auto":
+        return EIGHT_BIT[kv_cache_dtype]
+    if spec.dtype in EIGHT_BIT.values():
+        return spec.dtype
+    if spec.dtype != dtype:
+        hint = "; with kv_cache_dtype= also 8-bit caches" if spec.dtype == "uint8" else ""
+        raise TypeError(f"{name} has dtype {spec.dtype}: accepted is {dtype}{hint}")
+    return dtype
+
+
+def check_slab(name: str, spec: Spec, first: int) -> None:
+    """ValueError unless the axes of an array from one on lie side by side."""
+    if 0 in spec.shape:
+        return
+    size = DTYPES[spec.dtype].itemsize
+    for axis in reversed(range(first, len(spec.shape))):
+        if spec.shape[axis] > 1 and spec.byte_strides[axis] != size:
+            raise ValueError(
+                f"{name} of shape {spec.shape} has strides {spec.byte_strides} bytes: accepted are "
+                f"contiguous axes from {first} on"
+            )
+        size *= spec.shape[axis]
+
+
+def cache_strides(cache: Cache, k: Spec, v: Spec) -> dict[str, int]:
+    """Of block, token, head and part of a row, in elements, as `PagedParams` names them; of axes
+    with one element 0.
+    """
+    if cache.layout is CacheLayout.X_MAJOR:
+        k_block, k_head, k_chunk, k_token, _ = steps(k)
+        v_block, v_head, v_dim, v_token = steps(v)
+    else:
+        (k_block, k_token, k_head), (v_block, v_token, v_head) = (
+            [steps(x)[axis] for axis in _axes(cache.layout)] for x in (k, v)
+        )
+        k_chunk, v_dim = 16 // DTYPES[cache.dtype].itemsize, 1
+    return {
+        "stride_k_block": k_block,
+        "stride_k_token": k_token,
+        "stride_k_head": k_head,
+        "stride_k_chunk": k_chunk,
+        "stride_v_block": v_block,
+        "stride_v_token": v_token,
+        "stride_v_head": v_head,
+        "stride_v_dim": v_dim,
+    }
+
+
+def steps(spec: Spec) -> tuple[int, ...]:
+    """Strides, with 0 for axes of size 1: what stands there is no promise, and may be unaligned."""
+    return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
+
+
+def copy_width(cache: Cache, caches: Sequence[Spec], rows: Sequence[Spec]) -> int:
+    """The widest copy, in bytes, that every row, and every token of the caches (of x-major ones
+    every page), starts on and is a multiple of.
+    """
+    parts: list[int] = []
+    for specs, outer in ((rows, None), (caches, 2 if cache.layout is CacheLayout.X_MAJOR else 3)):
+        for spec in specs:
+            if 0 in spec.shape:
+                continue
+            lead = len(spec.shape) - 1 if outer is None else outer
+            size = DTYPES[spec.dtype].itemsize
+            for n in spec.shape[lead:]:
+                size *= n
+            outer_axes = zip(spec.byte_strides[:lead], spec.shape[:lead], strict=True)
+            parts += [size, spec.offset, *(stride for stride, n in outer_axes if n > 1)]
+    return next(width for width in WIDTHS if all(part % width == 0 for part in parts))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that copy blocks of caches, from arguments to launches; what they do to NumPy arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawattn.arrays import DTYPES, Spec, SpecKey, View, check_layout, to_device, to_host
+from rawattn.cache_problem import CopyBlocksProblem
+from rawattn.cache_request import check_slab
+from rawattn.calls import Kind, Operation, Ref, Steps, Views, check_backend, forced_backend
+from rawattn.device import Device
+from rawattn.forward import Settings
+from rawattn.paged_tables import check_entries
+from rawattn.plan import kv_write
+from rawattn.request import check_one_device, expect, neighbours
+
+WIDTHS = (16, 4, 1)  # of copies, in bytes
+NOTHING = CopyBlocksProblem(caches=0, pairs=0, block_bytes=0)
+
+
+class CopyOptions(NamedTuple):
+    """The arguments that are no arrays."""
+
+    backend: str | None = None
+
+
+@functools.cache
+def operation(caches: tuple[str, ...]) -> Operation:
+    """The operation on caches of these names; the pairs of blocks come first."""
+    names = ("block_mapping", *caches)
+    return Operation(
+        names=names,
+        words=CopyOptions._fields,
+        options=CopyOptions,
+        typed=frozenset(),
+        outputs=frozenset(range(1, len(names))),
+        plain=lambda options: CopyOptions(check_backend(options.backend)),
+        dtype=lambda options: None,
+        resolve=functools.partial(resolve, names),
+        result=lambda arrays, views, options: None,
+        derive=_addresses,
+    )
+
+
+def _groups(specs: Sequence[Spec | None]) -> list[list[int]]:
+    """Places of the caches whose blocks have the same size, number and distance."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place, spec in enumerate(specs[1:], 1):
+        assert spec is not None
+        found.setdefault(_shape(spec), []).append(place)
+    return list(found.values())
+
+
+def _shape(spec: Spec) -> tuple[int, int, int]:
+    """Blocks, bytes of one, and bytes from one to the next."""
+    size = DTYPES[spec.dtype].itemsize
+    for n in spec.shape[1:]:
+        size *= n
+    return spec.shape[0], size, spec.byte_strides[0] if spec.shape[0] > 1 else size
+
+
+def _addresses(kind: Kind, views: Views) -> Views:
+    """For each group of caches an array on the GPU with their addresses."""
+    if kind.steps is None:
+        return []
+    pairs = views[0]
+    assert pairs is not None and pairs.spec.device is not None
+    addresses = [0 if x is None else x.pointer for x in views]
+    return [
+        to_device([addresses[place] for place in group], "int64", pairs.spec.device)
+        for group in _groups(kind.specs)
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: CopyOptions) -> Kind:
+    """Checks and plans a kind of call; compiles and loads what it launches."""
+    specs = [key and Spec(*key) for key in keys]
+    check_one_device(names, specs)
+    pairs, *caches = specs
+    assert pairs is not None
+    expect(names[0], pairs, ("pairs", 2), "int64")
+    check_slab(names[0], pairs, first=0)
+    for name, spec in zip(names[1:], caches, strict=True):
+        _check_cache(name, spec)
+    device = pairs.device
+    target = Device.host() if device is None else Device.current(device)
+    groups = _groups(specs)
+    problems = [_problem([specs[place] for place in group], pairs) for group in groups] or [NOTHING]
+    backend = forced_backend(options.backend, kv_write.BACKENDS[CopyBlocksProblem])
+    plans = [kv_write.plan(problem, target, backend) for problem in problems]
+    made = None if device is None else Steps(device, len(names) + len(groups))
+    for n, (group, plan) in enumerate(zip(groups, plans, strict=False)):  # no group: no launch
+        if made is not None:
+            addresses = Ref(pairs, len(names) + n)
+            made.add(
+                plan,
+                _scalars(specs[group[0]], len(group), pairs),
+                {"caches": addresses, "pairs": Ref(pairs, 0)},
+            )
+    checked = device is None or Settings.read().check
+    return Kind(
+        plans=tuple(plans),
+        specs=tuple(specs),
+        new=(),
+        neighbours=neighbours(specs, range(1, len(names))),
+        check=functools.partial(_check, name=names[0]) if checked else None,
+        host=_run,
+        steps=tuple(made.steps) if made else None,
+    )
+
+
+def _check_cache(name: str, spec: Spec | None) -> None:
+    if spec is None:
+        raise TypeError(f"{name} is None: accepted are arrays")
+    if spec.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {spec.dtype}: accepted are {', '.join(DTYPES)}")
+    if len(spec.shape) < 2:
+        raise ValueError(f"{name} has shape {spec.shape}: accepted is (blocks, ...)")
+    check_slab(name, spec, first=1)
+    check_layout(name, spec, output=True)
+
+
+def _problem(caches: list[Spec | None], pairs: Spec) -> CopyBlocksProblem:
+    given = [spec for spec in caches if spec is not None]
+    _, size, stride = _shape(given[0])
+    parts = [size, stride, *(spec.offset for spec in given)]
+    return CopyBlocksProblem(
+        caches=len(given),
+        pairs=pairs.shape[0],
+        block_bytes=size,
+        copy_bytes=next(w for w in WIDTHS if all(part % w == 0 for part in parts)),
+    )
+
+
+def _scalars(cache: Spec | None, caches: int, pairs: Spec) -> dict[str, float]:
+    """The fields of CopyBlocksParams that are neither addresses nor the plan's to decide."""
+    assert cache is not None
+    blocks, size, stride = _shape(cache)
+    return {
+        "block_bytes": size,
+        "stride_block_bytes": stride,
+        "blocks": blocks,
+        "num_caches": caches,
+    }
+
+
+def _check(views: list[View | None], *, name: str) -> None:
+    """ValueError, with its index, for a block that does not exist, or that is copied to while
+    another pair reads or writes it.
+    """
+    assert views[0] is not None
+    pairs = to_host(views[0])
+    limit = min((x.spec.shape[0] for x in views[1:] if x is not None), default=0)
+    if len(views) > 1:
+        check_entries(name, pairs, np.ones(pairs.shape, bool), limit)
+    named = Counter(pairs[pairs[:, 0] != pairs[:, 1]].ravel().tolist())
+    for n, (source, target) in enumerate(pairs.tolist()):
+        if source != target and named[target] > 1:
+            raise ValueError(
+                f"{name}[{n}, 1] is {target}: accepted is a block that no other pair names"
+            )
+
+
+def _run(arrays: list[Any]) -> None:
+    """Copies the blocks of NumPy arrays."""
+    pairs, *caches = arrays
+    for cache in caches:
+        cache[pairs[:, 1]] = cache[pairs[:, 0]]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of attention over a paged cache, from specs to launches: new tokens are stored, queries
+turned, and then there is attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawattn import paged_host
+from rawattn.arrays import Spec, SpecKey, View, contiguous, to_device, view
+from rawattn.cache_request import Cache, cache_strides, steps
+from rawattn.calls import (
+    ABSENT,
+    Fields,
+    Kind,
+    Operation,
+    Ref,
+    Steps,
+    Views,
+    check_workspace,
+    forced_backend,
+)
+from rawattn.device import Device
+from rawattn.forward import LOG2_E, Settings
+from rawattn.kv_write_call import append_scalars, rotary_scalars
+from rawattn.kv_write_request import Appended, appended
+from rawattn.paged_problem import PagedProblem, PageTable, Scale
+from rawattn.paged_request import WORDS, PagedArrays, PagedOptions, plain, problem_of
+from rawattn.paged_tables import check_tables
+from rawattn.plan import Plan, kv_write
+from rawattn.plan import paged as paged_plan
+from rawattn.problem import MAX_LENGTH
+from rawattn.reference_paged import BlockSparse
+from rawattn.request import expect, neighbours, result_shapes
+
+OUT, LSE = (PagedArrays._fields.index(name) for name in ("out", "lse"))
+SCRATCH = [PagedArrays._fields.index(name) for name in ("exp_sum", "max_logits", "tmp_out")]
+WORKSPACE = PagedArrays._fields.index("workspace")
+CACHES = frozenset(PagedArrays._fields.index(name) for name in ("k_cache", "v_cache"))
+PARAMS = 16  # the first fields of PagedArrays are the pointers of PagedParams
+
+
+def operation(
+    names: PagedArrays,
+    words: Any = WORDS,
+    *,
+    one_query: bool = False,
+) -> Operation:
+    """The operation of a function that calls its arrays and its options so.
+
+    `one_query`: q and out are (batch, q_heads, head size), one query each.
+    """
+    typed = {"q", "tmp_out", "k_cache", "v_cache", "out", "k", "v"}
+    return Operation(
+        names=names,
+        words=words,
+        options=PagedOptions,
+        typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),
+        outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),  # caches: `check_tables`
+        plain=functools.partial(plain, words),
+        dtype=lambda options: options.dtype,
+        resolve=functools.partial(resolve, names, one_query),
+        result=paged_result,
+        workspace=WORKSPACE,
+    )
+
+
+def paged_result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
+    """The caller's own outputs, or those that were allocated."""
+
+    def of(place: int) -> Any:
+        found = views[place]
+        return arrays[place] if arrays[place] is not None else found and found.array
+
+    return (of(OUT), of(LSE)) if options.return_lse else of(OUT)
+
+
+def equal_lengths(q: Any, cu_seqlens_q: Any, length: int) -> Any:
+    """A table that gives each sequence this length, where `q` is. ValueError for one below 0."""
+    if not 0 <= length <= MAX_LENGTH:
+        raise ValueError(f"cache_seqlens={length}: accepted are 0 to {MAX_LENGTH}")
+    table = view("q", q) if cu_seqlens_q is None else view("cu_seqlens_q", cu_seqlens_q)
+    shape, _, _, device, _ = table.key
+    batch = (shape or (0,))[0] - (cu_seqlens_q is not None)
+    lengths = np.full(max(0, batch), length, np.int32)
+    return lengths if device is None else to_device(lengths, "int32", device).array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A paged call that is accepted."""
+
+    names: PagedArrays
+    specs: PagedArrays  # outputs among them, given or not; q and out with an axis of queries
+    options: PagedOptions
+    problem: PagedProblem
+    cache: Cache
+    new: Appended | None
+
+    @property
+    def new_k(self) -> int:
+        return self.new.tokens if self.new else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def resolve(
+    names: PagedArrays,
+    one_query: bool,
+    keys: tuple[SpecKey | None, ...],
+    options: PagedOptions,
+) -> Kind:
+    """Checks and plans a kind of call; compiles and loads what it launches."""
+    given = PagedArrays(*[key and Spec(*key) for key in keys])
+    request = accepted(names, one_query, given, options)
+    device = given.q.device
+    target = Device.host() if device is None else Device.current(device)
+    backend = forced_backend(options.backend, paged_plan.BACKENDS)
+    plans = [*_new_plans(request.new, target), paged_plan.plan(request.problem, target, backend)]
+    made = None if device is None else _steps(request, plans, device)
+    check_workspace(given.workspace, made.workspace_bytes if made else 0)
+    specs = request.specs
+    new = [(OUT, specs.out), (LSE, specs.lse)]
+    written = [OUT, LSE, *SCRATCH, WORKSPACE, *(CACHES if request.new else ())]
+    return Kind(
+        plans=tuple(plans),
+        specs=specs,
+        new=tuple((n, _without_axis(x, one_query)) for n, x in new if x and keys[n] is None),
+        neighbours=neighbours(given, written),
+        check=_check(request, device),
+        host=functools.partial(_run, request=request, one_query=one_query),
+        steps=tuple(made.steps) if made else None,
+        constants=made.kept if made else (),
+        parts=tuple(made.parts) if made else (),
+        workspace_bytes=made.workspace_bytes if made else 0,
+    )
+
+
+def accepted(
+    names: PagedArrays, one_query: bool, given: PagedArrays, options: PagedOptions
+) -> Request:
+    """Checks everything, and adds the outputs that are not given."""
+    if one_query:
+        k, v = given.k_cache.shape, given.v_cache.shape  # x-major
+        sizes = k[2] * k[4] if len(k) == 5 else "head_dim", v[2] if len(v) == 4 else "value_dim"
+        expect(names.q, given.q, ("batch", "q_heads", sizes[0]), given.q.dtype)
+        expect(names.out, given.out, (*given.q.shape[:2], sizes[1]), given.q.dtype)
+        given = given._replace(q=_with_axis(given.q), out=given.out and _with_axis(given.out))
+    problem, cache = problem_of(names, given, options)
+    new = appended(names, given, problem, cache)
+    device = given.q.device
+    out_shape, lse_shape = result_shapes(given.q.shape, cache.value_dim)
+    out = given.out or contiguous(out_shape, problem.dtype, device)
+    lse = given.lse or (contiguous(lse_shape, "float32", device) if options.return_lse else None)
+    specs = given._replace(out=out, lse=lse)
+    return Request(names=names, specs=specs, options=options, problem=problem, cache=cache, new=new)
+
+
+def _with_axis(x: Spec) -> Spec:
+    """(batch, heads, size) as one query a sequence."""
+    return x._replace(
+        shape=(x.shape[0], 1, *x.shape[1:]),
+        byte_strides=(x.byte_strides[0], 0, *x.byte_strides[1:]),
+    )
+
+
+def _without_axis(x: Spec, one_query: bool) -> Spec:
+    if not one_query or len(x.shape) != 4:
+        return x
+    return contiguous((x.shape[0], *x.shape[2:]), x.dtype, x.device)
+
+
+def _check(request: Request, device: int | None) -> Any:
+    """What looks at the values of tables, where that is done."""
+    if device is not None and not Settings.read().check:
+        return None
+    return functools.partial(
+        check_tables,
+        names=request.names,
+        problem=request.problem,
+        cache=request.cache,
+        new_k=request.new_k,
+    )
+
+
+def _run(arrays: list[Any], *, request: Request, one_query: bool) -> None:
+    """The call on NumPy arrays."""
+    if one_query:
+        arrays = list(arrays)
+        for place in (0, OUT):
+            arrays[place] = arrays[place][:, None]
+    paged_host.run(arrays, problem=request.problem, cache=request.cache, options=request.options)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+def _new_plans(new: Appended | None, device: Device) -> list[Plan]:
+    """Of the steps before attention."""
+    problems = (new.write, new.rotary) if new else ()
+    return [kv_write.plan(problem, device) for problem in problems if problem is not None]
+
+
+def _steps(request: Request, plans: list[Plan], device: int) -> Steps:
+    specs, new = request.specs, request.new
+    constants = _constants(request, device)
+    made = Steps(device, len(specs), list(constants.values()))
+    arrays = {name: Ref(x, n) for n, (name, x) in enumerate(specs._asdict().items())}
+    arrays |= dict(zip(constants, made.constants, strict=True))
+    if specs.cache_batch_idx is not None:
+        idx = specs.cache_batch_idx
+        column = idx._replace(shape=(*idx.shape, 1), byte_strides=(*idx.byte_strides, 4))
+        arrays["block_table"] = Ref(column, arrays["cache_batch_idx"].place)
+    if new is not None:
+        _add_new(made, request, plans, arrays)
+    params = {name: arrays[name] for name in PagedArrays._fields[:PARAMS]}
+    made.add(plans[-1], scalars(request, request.problem, params, request.new_k), params)
+    return made
+
+
+def _constants(request: Request, device: int) -> dict[str, View]:
+    """The tables of a cache that has none: a page for each sequence, full where nothing is said."""
+    specs, problem, found = request.specs, request.problem, {}
+    if problem.table is PageTable.DENSE and specs.block_table is None:
+        if specs.cache_batch_idx is None:
+            rows = [[b] for b in range(problem.batch)]
+            found["block_table"] = to_device(rows, "int32", device, shared=True)
+        if specs.seqused_k is None:
+            full = [problem.max_k] * problem.batch
+            found["seqused_k"] = to_device(full, "int32", device, shared=True)
+    return found
+
+
+def _add_new(made: Steps, request: Request, plans: list[Plan], arrays: dict[str, Ref]) -> None:
+    """The steps that store new tokens and turn queries, which then are those of `arrays`."""
+    specs, new = request.specs, request.new
+    assert new is not None
+    tables = {"cos": arrays["rotary_cos"], "sin": arrays["rotary_sin"]}
+    tables["seqused_k"] = arrays["seqused_k"]
+    names = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "block_table")
+    made.add(
+        plans[0],
+        append_scalars(specs, request.cache, request.options, new, arrays["block_table"].spec),
+        {
+            **{name: arrays[name] for name in names},
+            **tables,
+            "slot_mapping": ABSENT,
+            "cu_seqlens_new": ABSENT,
+        },
+    )
+    if new.rotary is not None:
+        turned = contiguous(specs.q.shape, specs.q.dtype, made.device)
+        y = made.temporary(turned)
+        made.add(
+            plans[1],
+            rotary_scalars(specs, turned, request.problem, request.options, new),
+            {"x": arrays["q"], "y": y, "cu_seqlens_new": arrays["cu_seqlens_q"], **tables},
+        )
+        arrays["q"] = y
+
+
+def scalars(
+    request: Request, problem: PagedProblem, arrays: Mapping[str, Ref], new_k: int
+) -> dict[str, float]:
+    """The fields of PagedParams that neither hold an address nor are the plan's to decide.
+
+    `arrays` are those of a step of the request, which solves `problem`.
+    """
+    options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
+    scale = options.softmax_scale
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    found: dict[str, float] = {}
+    for name in ("q", "out"):
+        batch, row, head, _ = _strides(specs[name], 4)
+        found[f"stride_{name}_batch"] = batch
+        found[f"stride_{name}_row"] = row
+        found[f"stride_{name}_head"] = head
+    lse_batch, lse_head, _ = _strides(specs["lse"], 3)
+    tree_batch, tree_row, _ = _strides(specs["tree_mask"], 3)
+    slopes = specs["alibi_slopes"]
+    return found | {
+        "stride_lse_batch": lse_batch,
+        "stride_lse_head": lse_head,
+        **cache_strides(request.cache, request.specs.k_cache, request.specs.v_cache),
+        "stride_tree_batch": tree_batch,
+        "stride_tree_row": tree_row,
+        "stride_table": _strides(specs["block_table"], 2)[0],
+        "stride_alibi_batch": _strides(slopes, 2)[0],
+        **_scale_strides("k_scale", specs["k_scale"]),
+        **_scale_strides("v_scale", specs["v_scale"]),
+        "batch": problem.batch,
+        "q_heads": problem.q_heads,
+        "kv_heads": problem.kv_heads,
+        "group": problem.group,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "q_len": 0 if specs["cu_seqlens_q"] else problem.max_q,
+        "max_k": problem.max_k,
+        "new_k": new_k,
+        "page": problem.page,
+        "window_left": problem.mask.left,
+        "window_right": problem.mask.right,
+        "copy_bytes": problem.copy_bytes,
+        "q_bf16": int(problem.dtype == "bfloat16"),
+        "scale_log2": scale * LOG2_E * (options.k_scale if problem.k_scale is Scale.NUMBER else 1),
+        "softcap_log2": options.softcap * LOG2_E,
+        "out_scale": options.v_scale if problem.v_scale is Scale.NUMBER else 1.0,
+        **(options.block_sparse or BlockSparse(0, 0, 0, 0, 0))._asdict(),
+    }
+
+
+def _strides(spec: Spec | None, axes: int) -> tuple[int, ...]:
+    """The strides of an array that may be absent, or lack its first axes: 0 for those."""
+    found = () if spec is None else steps(spec)
+    return (0,) * (axes - len(found)) + found
+
+
+def _scale_strides(name: str, spec: Spec | None) -> dict[str, int]:
+    batch, head = _strides(spec, 2)
+    return {f"stride_{name}_batch": batch, f"stride_{name}_head": head}

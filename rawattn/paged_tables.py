@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the values in the tables of a paged call are in bounds. Always looked at in NumPy arrays;
+in those on a GPU with ``RAWATTN_CHECK=1``, which waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rawattn.arrays import View, to_host
+from rawattn.cache_request import Cache
+from rawattn.paged_problem import PagedProblem
+from rawattn.paged_request import PagedArrays
+from rawattn.reference import Array
+from rawattn.request import check_each, row_lengths
+
+
+def check_tables(
+    views: Sequence[View | None],
+    *,
+    names: PagedArrays,
+    problem: PagedProblem,
+    cache: Cache,
+    new_k: int,
+) -> None:
+    """ValueError, with the index at fault, for a length, a page id or a scale out of bounds; for a
+    NumPy cache that new tokens cannot be written to.
+    """
+    of = PagedArrays(*views)
+    for name in ("k_cache", "v_cache"):
+        cached = getattr(of, name).array
+        if new_k and isinstance(cached, np.ndarray) and not cached.flags.writeable:
+            raise ValueError(
+                f"{getattr(names, name)} is read-only: accepted is an array that can be written"
+            )
+    if of.cu_seqlens_q is not None:
+        rows = of.q.spec.shape[0]
+        lengths = row_lengths(names.cu_seqlens_q, to_host(of.cu_seqlens_q).tolist(), rows)
+        what = f"the rows that {names.cu_seqlens_q} gives sequence"
+        check_each(what, lengths, [problem.max_q] * len(lengths))
+    if of.kv_indptr is not None:
+        _check_csr(of, names, problem, cache)
+    elif of.seqused_k is not None:
+        used = to_host(of.seqused_k)
+        what = f"{names.seqused_k} of sequence"
+        check_each(what, used.tolist(), [problem.max_k - new_k] * len(used))
+        if of.block_table is not None:
+            table = to_host(of.block_table)
+            pages = -(-(used + new_k) // cache.page)
+            counted = np.arange(table.shape[1]) < pages[:, None]
+            check_entries(names.block_table, table, counted, cache.blocks)
+    if of.cache_batch_idx is not None:
+        rows_of = to_host(of.cache_batch_idx)
+        check_entries(names.cache_batch_idx, rows_of, np.ones(len(rows_of), bool), cache.blocks)
+    for name in ("k_scale", "v_scale"):
+        check_scales(getattr(names, name), getattr(of, name))
+
+
+def _check_csr(of: PagedArrays, names: PagedArrays, problem: PagedProblem, cache: Cache) -> None:
+    indptr, indices = to_host(of.kv_indptr), to_host(of.kv_indices)
+    counts = row_lengths(names.kv_indptr, indptr.tolist(), len(indices))
+    counted = np.zeros(len(indices), bool)
+    counted[indptr[0] : indptr[-1]] = True
+    check_entries(names.kv_indices, indices, counted, cache.blocks)
+    for index, (last, count) in enumerate(
+        zip(to_host(of.kv_last_page_len).tolist(), counts, strict=True)
+    ):
+        if count and not 1 <= last <= cache.page:
+            raise ValueError(
+                f"{names.kv_last_page_len}[{index}] is {last}: accepted are 1 to {cache.page}"
+            )
+    lasts = to_host(of.kv_last_page_len).tolist()
+    lengths = [n and (n - 1) * cache.page + x for n, x in zip(counts, lasts, strict=True)]
+    check_each("the tokens of sequence", lengths, [problem.max_k] * len(lengths))
+
+
+def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:
+    """ValueError, with its index, for an entry that counts and is not in [0, limit)."""
+    wrong = counted & ((table < 0) | (table >= limit))
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{name}[{', '.join(map(str, index))}] is {table[index]}: accepted are 0 to {limit - 1}"
+        )
+
+
+def check_scales(name: str, scale: View | None) -> None:
+    """ValueError for a scale of 8-bit values that is not above 0 and finite."""
+    if scale is None:
+        return
+    values = np.atleast_1d(to_host(scale))
+    wrong = ~((values > 0) & np.isfinite(values))
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{name}[{', '.join(map(str, index))}] is {values[index]}: accepted are finite numbers "
+            "above 0"
+        )

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a `PagedCase` to arrays: `paged_tensors(case)` gives the sequences, in NumPy;
+`spread(tensors, xp)` puts them in a cache as the case says, in NumPy or CuPy, with poison in all
+slots and table entries of nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401  makes np.dtype("float8_e4m3fn") known
+import numpy as np
+
+from rawattn.problem import CacheLayout
+from rawattn.reference_paged import dequantized, quantized, rotated, slots, tree_seen
+from rawattn.testing.cases import Case
+from rawattn.testing.inputs import CANARY, POISON, Array, Placed, Results, Tensors, drawn
+from rawattn.testing.paged_cases import PagedCase
+
+NOWHERE = (-1, 2_147_480_000)  # what table entries of nobody may hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedTensors:
+    """The sequences of a case. Keys and values are as the cache holds them; the `new` last ones of
+    each are in the dtype of q, not turned and not divided.
+    """
+
+    case: PagedCase
+    q: list[Array]  # (Sq, Hq, D)
+    k: list[Array]  # (Sk - new, Hkv, D)
+    v: list[Array]
+    new_k: list[Array]  # (new, Hkv, D)
+    new_v: list[Array]
+    k_scale: Array  # float32, (Hkv,): all equal unless scales are of heads
+    v_scale: Array
+    tree: list[Array]  # (Sq, Sq) bool
+    alibi_slopes: Array | None
+    sink: Array | None
+    cos: Array  # (positions, R)
+    sin: Array
+
+    def keys(self, b: int) -> tuple[Array, Array]:
+        """All keys and values of a sequence as the cache holds them after the call."""
+        dtype, old = np.dtype(self.case.stored), len(self.k[b])
+        k = self.turned(self.new_k[b], old + np.arange(self.case.new))
+        new_k, new_v = (
+            quantized(k, self.k_scale, dtype),
+            quantized(self.new_v[b], self.v_scale, dtype),
+        )
+        return np.concatenate([self.k[b], new_k]), np.concatenate([self.v[b], new_v])
+
+    def turned(self, x: Array, positions: Array) -> Array:
+        if self.case.rotary == "none":
+            return x
+        interleaved = self.case.rotary == "interleaved"
+        return rotated(x, self.cos, self.sin, positions, interleaved=interleaved)
+
+    def queries(self, b: int) -> Array:
+        """Those of a sequence, turned."""
+        c = self.case
+        apart = c.causal or c.window != (-1, -1) or c.tree
+        steps = np.arange(len(self.q[b])) if apart else np.zeros(len(self.q[b]), int)
+        return self.turned(self.q[b], len(self.k[b]) + steps)
+
+    def gathered(self) -> Tensors:
+        """The same call on packed keys, which the float64 reference takes."""
+        c = self.case
+        batch = range(len(c.q_lens))
+        parts = [self.keys(b) for b in batch]
+
+        def join(xs: list[Array], heads: int, size: int, dtype: str) -> Array:
+            return np.concatenate([np.empty((0, heads, size), dtype), *xs])
+
+        kind = "float32" if c.quantized else c.dtype
+        k = join([dequantized(k, self.k_scale) for k, _ in parts], c.kv_heads, c.head_dim, kind)
+        v = join([dequantized(v, self.v_scale) for _, v in parts], c.kv_heads, c.value_dim, kind)
+        lens = zip(self.tree, c.q_lens, c.k_lens, strict=True)
+        return Tensors(
+            case=self.packed_case(),
+            q=join([self.queries(b) for b in batch], c.q_heads, c.head_dim, c.dtype),
+            k=k,
+            v=v,
+            cu_seqlens_q=np.cumsum([0, *c.q_lens], dtype=np.int32),
+            cu_seqlens_k=np.cumsum([0, *c.k_lens], dtype=np.int32),
+            alibi_slopes=self.alibi_slopes,
+            sink=self.sink,
+            seen=[tree_seen(t, q_len, k_len) for t, q_len, k_len in lens] if c.tree else None,
+            max_seqlen_q=max(c.q_lens, default=0),
+            max_seqlen_k=max(c.k_lens, default=0),
+        )
+
+    def packed_case(self) -> Case:
+        c = self.case
+        return Case(
+            q_lens=c.q_lens,
+            k_lens=c.k_lens,
+            dtype=c.dtype,
+            q_heads=c.q_heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            value_dim=c.value_dim,
+            layout="packed",
+            causal=c.causal and not c.tree,
+            window=(c.window[0], -1) if c.tree else c.window,
+            scale=c.scale,
+            softcap=c.softcap,
+            alibi="heads" if c.alibi else "none",
+            sink=c.sink,
+            data=c.data,
+            seed=c.seed,
+        )
+
+
+def paged_tensors(case: PagedCase) -> PagedTensors:
+    """The sequences of a case; the same case gives the same bits."""
+    c, rng = case, np.random.default_rng(case.seed)
+    parts = [
+        drawn(
+            c,
+            rng,
+            [
+                (q_len, c.q_heads, c.head_dim),
+                (k_len, c.kv_heads, c.head_dim),
+                (k_len, c.kv_heads, c.value_dim),
+            ],
+        )
+        for q_len, k_len in zip(c.q_lens, c.k_lens, strict=True)
+    ]
+    heads = c.kv_heads if c.scales == "heads" else 1
+    scales = rng.uniform(0.02, 0.2, (2, heads)) * np.ones((1, c.kv_heads))
+    k_scale, v_scale = (scales if c.quantized else np.ones_like(scales)).astype(np.float32)
+    dtype, stored = np.dtype(c.dtype), np.dtype(c.stored)
+    old = [max(0, k_len - c.new) for k_len in c.k_lens]
+    width = c.head_dim // 4 if c.seed % 2 else c.head_dim // 2
+    angles = rng.uniform(0, 2 * np.pi, (max(c.k_lens, default=0) + max(c.q_lens, default=0), width))
+    return PagedTensors(
+        case=case,
+        q=[q.astype(dtype) for q, _, _ in parts],
+        k=[quantized(k[:n], k_scale, stored) for (_, k, _), n in zip(parts, old, strict=True)],
+        v=[quantized(v[:n], v_scale, stored) for (_, _, v), n in zip(parts, old, strict=True)],
+        new_k=[k[n:].astype(dtype) for (_, k, _), n in zip(parts, old, strict=True)],
+        new_v=[v[n:].astype(dtype) for (_, _, v), n in zip(parts, old, strict=True)],
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tree=[np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in c.q_lens],
+        alibi_slopes=rng.uniform(0.01, 0.5, c.q_heads).astype(np.float32) if c.alibi else None,
+        sink=rng.normal(0, 2, c.q_heads).astype(np.float32) if c.sink else None,
+        cos=np.cos(angles).astype(dtype),
+        sin=np.sin(angles).astype(dtype),
+    )
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedInputs:
+    """What an op is given, and what it may write."""
+
+    tensors: PagedTensors
+    arguments: dict[str, Any]  # of flash_attn_with_kvcache, on the device of the op
+    out: Placed
+    lse: Placed
+    caches: tuple[Array, Array]  # as they must be after the call
+    rows: Any  # of q and out that belong to sequences
+
+    def results(self) -> Results:
+        """out (rows, Hq, Dv) and lse (Hq, rows) in float64. Fails where anything else was written:
+        around the outputs, or in slots of the cache that no new token has.
+        """
+        c = self.tensors.case
+        for name, want in zip(("k_cache", "v_cache"), self.caches, strict=True):
+            got = self.arguments[name]
+            got = np.asarray(got.get() if hasattr(got, "get") else got)
+            differ = got.view(np.uint8) != np.ascontiguousarray(want).view(np.uint8)
+            if differ.any():
+                raise AssertionError(
+                    f"{name}: {differ.sum()} bytes are not as they should be, the first at "
+                    f"{tuple(int(i) for i in np.argwhere(differ)[0])}; {c!r}"
+                )
+        out = self.out.read("out", self.rows, c)
+        lse = self.lse.read("lse", (..., self.rows) if c.packed else ..., c)
+        if c.packed:
+            return out, lse
+        batch, q_len, heads, size = out.shape
+        rows = batch * q_len
+        return out.reshape(rows, heads, size), lse.swapaxes(0, 1).reshape(heads, rows)
+
+
+def spread(
+    t: PagedTensors, xp: Any = np, *, order: int = 0, poison: int = POISON, tail: int = -1
+) -> PagedInputs:
+    """The sequences of a case in memory, on the device of `xp` (NumPy or CuPy).
+
+    `order` is the seed of the pages that they have; bytes of `poison` fill the slots of nobody, and
+    `tail` the table entries.
+    """
+    c, rng = t.case, np.random.default_rng((t.case.seed, order))
+    layout = CacheLayout(c.layout)
+    page = max(c.k_lens, default=0) + 3 if c.table == "rows" else c.page
+    counts = [1 if c.table == "rows" else -(-n // page) for n in c.k_lens]
+    blocks = sum(counts) + 2
+    free = rng.permutation(blocks).tolist()
+    ids = [[free.pop() for _ in range(n)] for n in counts]
+    before = _empty_caches(t, layout, blocks, page, poison)
+    after = tuple(x.copy() for x in before)
+    for b, pages in enumerate(ids):
+        for n, caches in ((len(t.k[b]), before), (c.k_lens[b], after)):
+            for x, cache in zip(t.keys(b), caches, strict=True):
+                in_slots = slots(cache, layout)
+                at = np.arange(n)
+                block = np.array(pages, int)[at // page]
+                in_slots[block, at % page] = x[:n].reshape(n, *in_slots.shape[2:])
+    arguments = _tables(t, ids, page, tail) | _scores(t)
+    arguments["layout"] = c.layout
+    moved = {name: _move(x, xp) for name, x in arguments.items()}
+    moved |= dict(zip(("k_cache", "v_cache"), (_move_cache(x, c, xp) for x in before), strict=True))
+    lead = c.seed % 3 if c.packed else 0
+    if c.packed:
+        starts = np.cumsum([lead, *c.q_lens], dtype=np.int32)
+        moved["cu_seqlens_q"] = _move(starts, xp)
+        moved["max_seqlen_q"] = max(c.q_lens, default=0)
+        rows: Any = slice(lead, int(starts[-1]))
+    else:
+        rows = slice(None)
+    q = _queries(t, lead)
+    out = np.full((*q.shape[:-1], c.value_dim), np.nan, q.dtype)
+    lse = np.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.nan, np.float32)
+    placed = Placed.of(q, c.memory, 1, xp, outside=POISON)
+    out_at = Placed.of(out, c.memory, 2, xp, outside=CANARY, rows=rows)
+    lse_rows = (..., rows) if c.packed else ...
+    lse_at = Placed.of(lse, "contiguous", 3, xp, outside=CANARY, rows=lse_rows)
+    moved |= {"q": placed.view, "out": out_at.view, "lse": lse_at.view}
+    return PagedInputs(tensors=t, arguments=moved, out=out_at, lse=lse_at, caches=after, rows=rows)
+
+
+def _empty_caches(
+    t: PagedTensors, layout: CacheLayout, blocks: int, page: int, poison: int
+) -> tuple[Array, Array]:
+    """Caches full of poison."""
+    c, dtype = t.case, np.dtype(t.case.stored)
+    x, heads = 16 // dtype.itemsize, c.kv_heads
+    shapes: dict[CacheLayout, list[tuple[int, ...]]] = {
+        CacheLayout.NHD: [(page, heads, size) for size in (c.head_dim, c.value_dim)],
+        CacheLayout.HND: [(heads, page, size) for size in (c.head_dim, c.value_dim)],
+        CacheLayout.X_MAJOR: [(heads, c.head_dim // x, page, x), (heads, c.value_dim, page)],
+    }
+    k, v = (
+        np.full((blocks, *shape, dtype.itemsize), poison, np.uint8).view(dtype)[..., 0]
+        for shape in shapes[layout]
+    )
+    return k, v
+
+
+def _tables(t: PagedTensors, ids: list[list[int]], page: int, tail: int) -> dict[str, Any]:
+    """How the pages of sequences are found, and how many tokens they have before the call."""
+    c = t.case
+    old = np.array([len(k) for k in t.k], np.int32)
+    if c.table == "rows":
+        rows = np.array([pages[0] for pages in ids], np.int32)
+        return {"cache_batch_idx": rows, "cache_seqlens": old}
+    if c.table == "csr":
+        last = [(n - 1) % page + 1 if n else tail % page for n in c.k_lens]
+        return {
+            "kv_indptr": np.cumsum([0, *map(len, ids)], dtype=np.int32),
+            "kv_indices": np.array([*(i for pages in ids for i in pages), tail], np.int32),
+            "kv_last_page_len": np.array(last, np.int32),
+        }
+    table = np.full((len(ids), max([0, *map(len, ids)]) + 1), tail, np.int32)
+    for row, pages in zip(table, ids, strict=True):
+        row[: len(pages)] = pages
+    return {"block_table": table, "cache_seqlens": old}
+
+
+def _scores(t: PagedTensors) -> dict[str, Any]:
+    """The other arguments of the call."""
+    c = t.case
+    found: dict[str, Any] = {
+        "softmax_scale": c.scale,
+        "causal": c.causal,
+        "window_size": c.window,
+        "softcap": c.softcap,
+        "alibi_slopes": t.alibi_slopes,
+        "sink": t.sink,
+        "split_tokens": c.split,
+    }
+    if c.quantized:
+        found["kv_cache_dtype"] = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2"}.get(
+            c.stored, c.stored
+        )
+        for name, scale in (("k_descale", t.k_scale), ("v_descale", t.v_scale)):
+            kinds: dict[str, Any] = {"tensor": scale[:1], "heads": scale}
+            found[name] = kinds.get(c.scales, float(scale[0]))
+    if c.tree:
+        found["tree_mask"] = _tree_mask(t)
+    if c.new:
+        found["k"], found["v"] = np.stack(t.new_k), np.stack(t.new_v)
+        if c.rotary != "none":
+            found |= {"rotary_cos": t.cos, "rotary_sin": t.sin}
+            found["rotary_interleaved"] = c.rotary == "interleaved"
+            found["max_seqlen_k"] = max(c.k_lens)
+    return found
+
+
+def _tree_mask(t: PagedTensors) -> Array:
+    """The masks of all sequences as one array, garbage where none is."""
+    c, longest = t.case, max(t.case.q_lens, default=1)
+    if not c.packed:
+        return np.concatenate([np.zeros((0, longest, longest), bool), *(m[None] for m in t.tree)])
+    lead = c.seed % 3
+    mask = np.ones((lead + sum(c.q_lens), longest), bool)
+    first = lead
+    for tree in t.tree:
+        mask[first : first + len(tree), : len(tree)] = tree
+        first += len(tree)
+    return mask
+
+
+def _queries(t: PagedTensors, lead: int) -> Array:
+    c, size = t.case, (t.case.q_heads, t.case.head_dim)
+    if c.packed:
+        before = np.full((lead, *size), np.nan, c.dtype)
+        return np.concatenate([before, *t.q])
+    longest = max(c.q_lens, default=1)
+    return np.concatenate([np.empty((0, longest, *size), c.dtype), *(q[None] for q in t.q)])
+
+
+def _move(x: Any, xp: Any) -> Any:
+    return xp.asarray(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
+
+
+def _move_cache(x: Array, c: PagedCase, xp: Any) -> Any:
+    """A cache on the device of `xp`, with gaps every second block of a larger one; fp8 as bytes,
+    which CuPy has no type for.
+    """
+    if c.stored.startswith("float8"):
+        x = x.view(np.uint8)
+    if c.memory != "gaps":
+        return xp.asarray(np.ascontiguousarray(x))
+    room = np.zeros((2 * len(x), *x.shape[1:]), x.dtype)
+    room[::2] = x
+    return xp.asarray(room)[::2]
