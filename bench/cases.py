@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: suites of named problems, and the random tensors of one.
+"""What is measured: suites of named problems, and the random tensors of a forward one.
 
-A case is nothing but a `Problem` and a name. Only `random_tensors` needs a GPU.
+A case is nothing but a problem and a name. Only `random_tensors` needs a GPU.
 """
 
 from __future__ import annotations
@@ -9,88 +9,34 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
 
+from bench import decode_cases
+from bench.check import Expected, expected
+from bench.forward_cases import FWD_SM80, FWD_SM90, dense
+from bench.suite import Case, Suite
 from rawattn.arrays import DTYPES
-from rawattn.problem import Mask, Problem
+from rawattn.problem import Problem, Rows
 
-TOKENS = 16384
-HIDDEN = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One cell of a suite. `id` is what rows and ``--case`` name, and never changes its meaning."""
-
-    id: str
-    problem: Problem
-    quick: bool = False  # part of a ``--quick`` run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suite:
-    """Cases of one op, our backend for them, and the peers they are compared with."""
-
-    name: str
-    op: str
-    backend: str
-    peers: tuple[str, ...]
-    cases: tuple[Case, ...]
-
-    def select(self, pattern: str | None, quick: bool) -> list[Case]:
-        """Cases whose id matches a shell pattern, or ValueError where none does."""
-        chosen = [c for c in self.cases if fnmatch(c.id, pattern or "*") and (c.quick or not quick)]
-        if not chosen:
-            known = ", ".join(c.id for c in self.cases)
-            raise ValueError(f"case={pattern!r}, quick={quick}: suite {self.name} has {known}")
-        return chosen
-
-
-def dense(head_dim: int, causal: bool, length: int, *, dtype: str = "bfloat16") -> Case:
-    """Self-attention over 16 k tokens of hidden size 2048, as the field publishes it."""
-    heads = HIDDEN // head_dim
-    return Case(
-        id=f"d{head_dim}-{'causal' if causal else 'full'}-s{length}",
-        problem=Problem(
-            dtype=dtype,
-            batch=TOKENS // length,
-            q_heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            value_dim=head_dim,
-            max_q=length,
-            max_k=length,
-            mask=Mask.of(causal=causal),
-        ),
-        quick=length in (1024, 8192),
-    )
-
+__all__ = ["SUITES", "Case", "Suite", "Tensors", "dense", "poison", "random_tensors"]
 
 SUITES = {
     s.name: s
     for s in (
-        Suite(
-            name="fwd_sm80",
-            op="forward",
-            backend="fwd_sm80",
-            peers=("fa2", "cudnn", "fa3"),
-            cases=tuple(
-                dense(head_dim, causal, length)
-                for head_dim in (64, 128, 256)
-                for causal in (False, True)
-                for length in (512, 1024, 2048, 4096, 8192, 16384)
-            ),
-        ),
+        FWD_SM80,
+        FWD_SM90,
+        decode_cases.DECODE,
+        decode_cases.MERGE,
+        decode_cases.KV_WRITE,
     )
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """The CuPy arrays of one dense case, and its softmax scale."""
+    """The CuPy arrays of one forward case, and its softmax scale."""
 
     q: Any  # (B, Sq, Hq, D)
     k: Any  # (B, Sk, Hkv, D)
@@ -98,10 +44,19 @@ class Tensors:
     out: Any  # (B, Sq, Hq, Dv)
     lse: Any  # (B, Hq, Sq) float32
     scale: float
+    # first rows of the sequences among those of q and k, (B + 1,) int32, where calls take them
+    # packed: the same memory without the axis of the batch
+    starts: tuple[Any, Any] | None = None
+
+    always_clear = False  # whether L2 is cleared before each launch even where they exceed it
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.q, self.k, self.v, self.out))
+
+    def expected(self, problem: Problem, xp: Any) -> Expected:
+        """What `out` must hold, computed in float64."""
+        return expected(problem, self.q, self.k, self.v, scale=self.scale, xp=xp)
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,7 +86,10 @@ def random_tensors(problem: Problem) -> Tensors:
     out = cupy.empty((p.batch, p.max_q, p.q_heads, p.value_dim), DTYPES[p.dtype])
     lse = cupy.empty((p.batch, p.q_heads, p.max_q), np.float32)
     poison(out)
-    return Tensors(q=q, k=k, v=v, out=out, lse=lse, scale=p.head_dim**-0.5)
+    starts = None
+    if p.q_rows is Rows.PACKED:
+        starts = tuple(cupy.arange(p.batch + 1, dtype=np.int32) * n for n in (p.max_q, p.max_k))
+    return Tensors(q=q, k=k, v=v, out=out, lse=lse, scale=p.head_dim**-0.5, starts=starts)
 
 
 def poison(array: Any) -> None:

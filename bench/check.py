@@ -54,7 +54,7 @@ def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any 
             part = slice(row, min(row + rows, p.max_q))
             scores = q[q_heads, part] @ k[kv_heads].swapaxes(1, 2) * scale
             scores = xp.where(_visible(p, part, xp), scores, -xp.inf)
-            exact, rounded = _softmax_v(scores, v[kv_heads], DTYPES[p.dtype], xp)
+            exact, rounded = softmax_v(scores, v[kv_heads], DTYPES[p.dtype], xp)
             out[some, part] = exact
             error, largest = (
                 xp.abs(x).max(axis=-1, keepdims=True) for x in (rounded - exact, exact)
@@ -63,7 +63,7 @@ def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any 
     return Expected(pairs=xp.asarray(pairs), out=out, bound=bound)
 
 
-def _softmax_v(scores: Any, values: Any, storage: np.dtype, xp: Any) -> tuple[Any, Any]:
+def softmax_v(scores: Any, values: Any, storage: np.dtype, xp: Any) -> tuple[Any, Any]:
     """softmax(scores) @ values, exact and with P and O rounded; rows without a key are 0."""
 
     def rounded(x: Any) -> Any:

@@ -25,15 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from bench import decode
 from bench.cases import random_tensors
+from bench.decode_cases import decode as decode_case
 from bench.rows import RESULTS, ROOT, append, commit, results_path, sources_digest
 from rawattn.compile import CompileError, nvrtc_version
-from rawattn.dense import flash_attn_func, prepare
+from rawattn.dense import flash_attn_func
 from rawattn.device import Device
+from rawattn.prepared import prepare
 from rawattn.problem import Problem
 
 CALLS, ROUNDS = 100, 51
 PROCESSES = 5
+DECODE = ", decode"  # ends the names of what is measured of a step of decoding
+TINY_DECODE = decode_case(1, 64, heads=(8, 2))
 HEAD_DIMS = ("64", "128", "256")
 TINY = Problem(
     dtype="bfloat16",
@@ -191,6 +196,32 @@ def measure_calls() -> dict[str, list[float]]:
     return interleaved_host(runs, cupy.cuda.get_current_stream().synchronize)
 
 
+def measure_decode_calls() -> dict[str, list[float]]:
+    """A short step of decoding without a plan, with one, and the bare launches of its plan."""
+    import cupy
+    from cuda.bindings import driver
+
+    tensors = decode.tensors(TINY_DECODE.problem, None, cupy)
+    function, arguments = decode.call_of(tensors, "decode_split")
+    plan = decode.prepared(tensors, "decode_split")
+    plan.run()
+    stream = cupy.cuda.get_current_stream()
+    ready = [launch for packed in plan._launches for launch in packed.on(stream.ptr)]
+
+    def bare() -> None:
+        for config, kernel, packed, _ in ready:
+            driver.cuLaunchKernelEx(config, kernel, packed, 0)
+
+    runs = {
+        "bare cuLaunchKernelEx": bare,
+        "call of plan.run": plan.run,
+        "call with plan and out": lambda: function(**arguments, plan=plan),
+        "call with out": lambda: function(**arguments),
+    }
+    times = interleaved_host(runs, stream.synchronize)
+    return {f"{what}{DECODE}": us for what, us in times.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -206,13 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"calls are not measured: {error}")
         device = Device.host()
     gpu = "" if device.arch == "host" else device.name
-    times = measure_calls() if gpu else {}
+    times = measure_calls() | measure_decode_calls() if gpu else {}
     times |= measure_processes(device.arch if gpu else "sm_90a", gpu=bool(gpu))
     rows = [host_row(what, us, gpu) for what, us in times.items()]
     append(results_path(args.out, gpu or "no-gpu", "host_time"), rows)
-    bare = next((r.p50_us for r in rows if r.what.startswith("bare")), None)
+    bare = {r.what.endswith(DECODE): r.p50_us for r in rows if r.what.startswith("bare")}
     for row in rows:
-        over = f"  {row.p50_us - bare:+7.1f} us over bare" if bare and "call" in row.what else ""
+        least = bare.get(row.what.endswith(DECODE))
+        over = f"  {row.p50_us - least:+7.1f} us over bare" if least and "call" in row.what else ""
         print(f"{row.what:60s} {row.p50_us:12.1f} us{over}")
     return 0
 

@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from bench import check, timer
+from bench import timer
 from bench.cases import Case, Tensors, poison
 from bench.rows import Row, commit, sources_digest
 from rawattn import roofline
 from rawattn.device import Device
+from rawattn.problem import Mask
+from rawattn.roofline.counts import Lengths
+
+CLEAR = 8  # times the size of L2 that is read to clear it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,7 @@ class Candidate:
     run: Callable[[], Any]  # launches, and returns the output (B, Sq, Hq, Dv), anything with DLPack
     config: str = ""
     peer_version: str = ""
+    expected: Any = None  # of its output, where that is another than the case's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +81,11 @@ def measure(
     if not right:
         return []
     device, stream = Device.current(), timer.CupyStream()
-    exceeded = tensors.nbytes > 2 * device.l2_bytes
+    exceeded = tensors.nbytes > 2 * device.l2_bytes and not tensors.always_clear
     runs = {c.backend: c.run for c in right}
     timer.warm_up(runs, stream)
     before = GpuState.now()
-    clear = None if exceeded else timer.clear_l2(2 * device.l2_bytes)
+    clear = None if exceeded else timer.clear_l2(CLEAR * device.l2_bytes)
     times = timer.interleave(runs, stream, rounds=rounds, before=clear)
     setting = Setting(
         op=op,
@@ -99,40 +104,58 @@ def error_ratios(case: Case, candidates: Sequence[Candidate], tensors: Tensors) 
     import cupy
 
     t = tensors
-    expected = check.expected(case.problem, t.q, t.k, t.v, scale=t.scale, xp=cupy)
+    expected = t.expected(case.problem, cupy)
     ratios = {}
     for c in candidates:
         poison(t.out)
-        ratios[c.backend] = expected.error_ratio(cupy.from_dlpack(c.run()), cupy)
+        own = expected if c.expected is None else c.expected
+        ratios[c.backend] = own.error_ratio(cupy.from_dlpack(c.run()), cupy)
     return ratios
+
+
+def problem_columns(p: Any, lengths: Lengths | None) -> dict[str, Any]:
+    """What a row says of a problem of any class; 0 and "" for what it does not have."""
+    mask, layout = getattr(p, "mask", Mask()), getattr(p, "layout", None)
+    rows = getattr(p, "q_rows", None)
+    keys = sorted(keys for _, keys in lengths or ())
+    return {
+        "dtype": getattr(p, "dtype", ""),
+        "batch": getattr(p, "batch", 0),
+        "q_heads": getattr(p, "q_heads", getattr(p, "heads", 0)),
+        "kv_heads": getattr(p, "kv_heads", 0),
+        "head_dim": getattr(p, "head_dim", 0),
+        "value_dim": getattr(p, "value_dim", 0),
+        "max_q": getattr(p, "max_q", getattr(p, "tokens", 0)),
+        "max_k": getattr(p, "max_k", 0),
+        "window_left": mask.left,
+        "window_right": mask.right,
+        "top_left": mask.top_left,
+        "rows": rows.value if rows is not None else "",
+        "kv_dtype": getattr(p, "cache_dtype", ""),
+        "page_size": getattr(p, "page", 0),
+        "layout": layout.value if layout is not None else "",
+        "lengths": f"{keys[0]} to {keys[-1]}, {sum(keys)} in all" if keys else "",
+    }
 
 
 def make_row(setting: Setting, candidate: Candidate, times: Sequence[float], ratio: float) -> Row:
     """The row of one candidate from its launch times in microseconds."""
     p, s = setting.case.problem, setting
     p20, p50, p80 = (float(x) for x in np.quantile(times, (0.2, 0.5, 0.8)))
-    limit = roofline.limit(p, s.device)
+    lengths = getattr(s.case, "lengths", None)
+    limit = roofline.limit(p, s.device, lengths)
+    flops = roofline.convention_flops(p) if lengths is None else limit.work.flops
     return Row(
         op=s.op,
         case=s.case.id,
-        dtype=p.dtype,
-        batch=p.batch,
-        q_heads=p.q_heads,
-        kv_heads=p.kv_heads,
-        head_dim=p.head_dim,
-        value_dim=p.value_dim,
-        max_q=p.max_q,
-        max_k=p.max_k,
-        window_left=p.mask.left,
-        window_right=p.mask.right,
-        top_left=p.mask.top_left,
+        **problem_columns(p, lengths),
         backend=candidate.backend,
         config=candidate.config,
         n=len(times),
         p20_us=round(p20, 2),
         p50_us=round(p50, 2),
         p80_us=round(p80, 2),
-        tflops=round(roofline.convention_flops(p) / p50 / 1e6, 1),
+        tflops=round(flops / p50 / 1e6, 1),
         gb_per_s=round(limit.work.bytes / p50 / 1e3, 1),
         roofline_percent=round(100 * limit.efficiency(p50 / 1e6), 2),
         bound=limit.bound,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries we are compared with. The only file of the project that imports torch.
+"""The libraries we are compared with. With `peers_decode`, the only files that import torch.
 
 A peer is a function (problem, tensors) -> a function without arguments that launches it and returns
 its output (B, Sq, Hq, Dv), or None where it cannot do the case. Tensors are CuPy arrays; torch sees
@@ -22,11 +22,12 @@ from bench.cases import Tensors
 from rawattn.problem import Problem, Rows, Scores
 
 Run = Callable[[], torch.Tensor]
+FA3 = "_vllm_fa3_C.abi3.so"
 
 
-def _plain(p: Problem) -> bool:
-    """Dense rows, no score steps: what all of these peers take."""
-    return p.q_rows is Rows.DENSE and p.k_rows is Rows.DENSE and p.scores == Scores()
+def _plain(p: Problem, rows: tuple[Rows, ...] = (Rows.DENSE,)) -> bool:
+    """Rows of these kinds, no score steps: what all of these peers take."""
+    return p.q_rows in rows and p.k_rows in rows and p.scores == Scores()
 
 
 def _sdpa(backend: SDPBackend, p: Problem, tensors: Tensors) -> Run | None:
@@ -42,10 +43,10 @@ def _sdpa(backend: SDPBackend, p: Problem, tensors: Tensors) -> Run | None:
             )
         return out.transpose(1, 2)
 
-    return _if_it_runs(run)
+    return if_it_runs(run)
 
 
-def _if_it_runs(run: Run) -> Run | None:
+def if_it_runs(run: Run) -> Run | None:
     try:
         run()
     except RuntimeError as error:  # torch has no narrower one for "this backend does not take it"
@@ -64,27 +65,29 @@ def cudnn(p: Problem, tensors: Tensors) -> Run | None:
     return _sdpa(SDPBackend.CUDNN_ATTENTION, p, tensors)
 
 
-def _fa3_library() -> Path | None:
-    path = Path(os.environ.get("RAWATTN_PEERS", "")) / "_vllm_fa3_C.abi3.so"
+def library(name: str) -> Path | None:
+    """A shared object in the folder that RAWATTN_PEERS names."""
+    path = Path(os.environ.get("RAWATTN_PEERS", "")) / name
     return path if path.is_file() else None
 
 
 @functools.cache
-def _load(path: Path) -> None:
+def load(path: Path) -> None:
+    """Registers the operators of a shared object."""
     torch.ops.load_library(str(path))
 
 
 def fa3(p: Problem, tensors: Tensors) -> Run | None:
     """FlashAttention-3 as vLLM builds it: packed rows only, so a dense batch is passed as such."""
-    library = _fa3_library()
+    path = library(FA3)
     if (
-        library is None
-        or not _plain(p)
+        path is None
+        or not _plain(p, (Rows.DENSE, Rows.PACKED))
         or p.mask.top_left
         or torch.cuda.get_device_capability()[0] != 9
     ):
         return None
-    _load(library)
+    load(path)
     q, k, v = (torch.from_dlpack(x) for x in (tensors.q, tensors.k, tensors.v))
 
     def starts(rows: int) -> torch.Tensor:
@@ -108,7 +111,7 @@ def fa3(p: Problem, tensors: Tensors) -> Run | None:
         # fmt: on
         return (result[0] if isinstance(result, (list, tuple)) else result).view(shape)
 
-    return _if_it_runs(run)
+    return if_it_runs(run)
 
 
 PEERS = {"fa2": fa2, "cudnn": cudnn, "fa3": fa3}
@@ -118,11 +121,9 @@ PEERS = {"fa2": fa2, "cudnn": cudnn, "fa3": fa3}
 def version(name: str) -> str:
     """What a row needs to name the peer exactly."""
     if name == "fa3":
-        library = _fa3_library()
+        path = library(FA3)
         return (
-            f"vllm fa3 sha256:{hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
-            if library
-            else ""
+            f"vllm fa3 sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" if path else ""
         )
     found = f"torch {torch.__version__}"
     return f"{found} cudnn {torch.backends.cudnn.version()}" if name == "cudnn" else found

@@ -32,18 +32,23 @@ class Row:
     kv_heads: int
     head_dim: int
     value_dim: int
-    max_q: int
+    max_q: int  # tokens, of what only moves them
     max_k: int
     window_left: int
     window_right: int  # 0 is causal
     top_left: bool
+    rows: str  # how the queries of sequences lie: "dense", "packed"
+    kv_dtype: str  # of a paged cache
+    page_size: int  # of a paged cache; 0: keys lie one behind the other
+    layout: str  # of a paged cache
+    lengths: str  # how those of the sequences differ; empty: all have max_q and max_k
     backend: str  # one of ours by name, or a peer
     config: str  # the Config of our kernel, empty for a peer
     n: int  # launches timed
     p20_us: float
     p50_us: float
     p80_us: float
-    tflops: float  # by the field's convention: roofline.convention_flops over the median
+    tflops: float  # roofline.convention_flops over the median; exact FLOPs where lengths differ
     gb_per_s: float  # least bytes of roofline.work over the median
     roofline_percent: float  # exact: roofline.limit over the median
     bound: str  # "compute" or "memory"
@@ -66,34 +71,57 @@ def results_path(folder: Path, gpu: str, name: str) -> Path:
     return folder / gpu.lower().replace(" ", "-") / f"{name}.csv"
 
 
+BLANK: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False}  # of a new column
+PARSE = {"int": int, "float": float, "str": str, "bool": lambda text: text == "True"}
+
+
 def append(path: Path, rows: Iterable[Any]) -> None:
-    """Append instances of one dataclass to a CSV file; ValueError where it has other columns."""
+    """Append instances of one dataclass to a CSV file.
+
+    A file from before a column was added is written anew, with blanks there. ValueError where it
+    has a column that the rows lack.
+    """
     rows = list(rows)
     if not rows:
         return
-    names = [f.name for f in fields(rows[0])]
+    kind = type(rows[0])
+    names = [f.name for f in fields(kind)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    if not new:
-        with path.open(newline="") as file:
-            found = next(csv.reader(file), [])
-        if found != names:
-            raise ValueError(f"{path}: has columns {found}, rows have {names}")
-    with path.open("a", newline="") as file:
+    found = columns(path)
+    if set(found) - set(names):
+        raise ValueError(f"{path}: has columns {found}, rows have {names}")
+    old = load(path, kind) if found != names else []
+    with path.open("a" if found == names else "w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
-        if new:
+        if found != names:
             writer.writeheader()
-        writer.writerows(asdict(r) for r in rows)
+        writer.writerows(asdict(r) for r in [*old, *rows])
 
 
-def load(path: Path) -> list[Row]:
-    """The rows of a file, oldest first; none where there is no file."""
+def columns(path: Path) -> list[str]:
+    """The columns of a file; none where there is no file."""
     if not path.exists():
         return []
-    read = {"int": int, "float": float, "str": str, "bool": lambda text: text == "True"}
-    kinds = {f.name: read[str(f.type)] for f in fields(Row)}
     with path.open(newline="") as file:
-        return [Row(**{k: kinds[k](v) for k, v in line.items()}) for line in csv.DictReader(file)]
+        return next(csv.reader(file), [])
+
+
+def load(path: Path, kind: type[Any] = Row) -> list[Any]:
+    """The rows of a file, oldest first; none where there is no file. Columns that it lacks are
+    blank. ValueError where it has one that `kind` lacks.
+    """
+    types = {f.name: str(f.type) for f in fields(kind)}
+    strange = [name for name in columns(path) if name not in types]
+    if strange:
+        raise ValueError(f"{path}: has columns {strange}, {kind.__name__} has {list(types)}")
+    if not path.exists():
+        return []
+    blank = {name: BLANK[type] for name, type in types.items()}
+    with path.open(newline="") as file:
+        return [
+            kind(**blank | {k: PARSE[types[k]](v) for k, v in line.items()})
+            for line in csv.DictReader(file)
+        ]
 
 
 def measured(rows: Iterable[Row], backend: str, sources: str) -> set[str]:

@@ -1,38 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of speed, from the committed rows.
+"""The tables of speed in the pages, from the committed rows.
 
-    python bench/table.py            print it
-    python bench/table.py --write    put it into README.md, between the two comments
+    python bench/table.py            print them
+    python bench/table.py --write    put them into the pages, between two comments
 
-A test holds the README to it. Needs no GPU.
+The README has attention alone, and the kinds of cases that were measured at three lengths or more;
+docs/bench.md has all. Each table is followed by its picture, which bench/plot.py draws.
+docs/install.md has what installations and a newcomer's steps take. A test holds the pages to the
+rows. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.cases import SUITES
+from bench.cases import SUITES, Suite
+from bench.facets import Group, length, name, split
+from bench.install_size import InstallRow
+from bench.newcomer import StepRow
 from bench.rows import RESULTS, ROOT, Row, groups, load
 
-SUITE = SUITES["fwd_sm80"]
-README = ROOT / "README.md"
+README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
+PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
+IN_README = ("fwd_sm90", "decode", "fwd_sm80")
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
-NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 
-Group = dict[str, Row]  # backend -> row, of one case
 
-
-def markdown(results: Path = RESULTS) -> str:
-    """A table for each GPU that has rows."""
-    files = sorted(results.glob(f"*/{SUITE.name}.csv"))
-    tables = [_gpu_table(path.relative_to(results.parents[1]), load(path)) for path in files]
+def markdown(page: str, results: Path = RESULTS) -> str:
+    """The tables of a page: one for each suite and GPU that has rows, or those of installing."""
+    if page == INSTALL:
+        return _installations(results / "install") or NO_ROWS
+    up = "../" * page.count("/")
+    images = "img" if page == ALL else "docs/img"
+    tables = [
+        _gpu_table(suite, up + path.relative_to(results.parents[1]).as_posix(), rows, PAGES[page])
+        + f"\n![{suite.name} beside others]({images}/{suite.name}-{path.parent.name}.png)\n"
+        for suite in (SUITES[name] for name in (IN_README if page == README else SUITES))
+        for path in sorted(results.glob(f"*/{suite.name}.csv"))
+        for rows in [load(path)]
+        if any(row.backend == suite.backend for row in rows)
+    ]
     return "\n".join(tables) or NO_ROWS
+
+
+def _installations(folder: Path) -> str:
+    """What each stack takes, and each step of a newcomer; newest rows alone."""
+    stacks = {row.stack: row for row in load(folder / "install_size.csv", InstallRow)}
+    steps = {row.step: row for row in load(folder / "newcomer.csv", StepRow)}
+    lines = [["stack", "versions", "packages", "MB", "seconds of pip", "seconds to a first output"]]
+    lines += [["---", "---", *["---:"] * 4]]
+    for row in stacks.values():
+        known = [str(row.packages), f"{row.size_mb:,.0f}", f"{row.install_seconds:.0f}"]
+        first = "-" if math.isnan(row.first_output_seconds) else f"{row.first_output_seconds:.1f}"
+        cells = [*known, first] if row.result == "ok" else ["-", "-", "-", "-"]
+        failed = "" if row.result == "ok" else " (could not be installed here)"
+        lines.append([f"{row.stack}{failed}", row.versions, *cells])
+    walk = [["step", "seconds"], ["---", "---:"]]
+    walk += [[f"{row.step}", f"{row.seconds:.1f}"] for row in steps.values()]
+    tables = [_table(part) for part in (lines, walk) if len(part) > 2]
+    cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
+    return "\n".join(tables) + (f"\nThe steps on {cores}.\n" if steps else "")
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def section(text: str) -> str:
@@ -50,30 +88,31 @@ def _span(text: str) -> tuple[int, int]:
     return text.index(BEGIN) + len(BEGIN), text.index(END)
 
 
-def _gpu_table(path: Path, rows: Sequence[Row]) -> str:
-    """A line for each head dimension and mask, and what the numbers are."""
-    newest = [group for group in groups(rows).values() if SUITE.backend in group]
-    kinds: dict[tuple[int, bool], list[Group]] = {}
-    for group in newest:
-        ours = group[SUITE.backend]
-        kinds.setdefault((ours.head_dim, ours.window_right == 0), []).append(group)
-    heads = ["head dim", "mask", "lengths", "TFLOP/s", *(f"/ {NAMES[p]}" for p in SUITE.peers)]
-    lines = [heads, ["---"] * 3 + ["---:"] * (len(heads) - 3)]
-    lines += [_line(*kind, kinds[kind]) for kind in sorted(kinds)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{table}\n{_caption(path, newest)}"
+def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
+    """A line for each kind of case with so many lengths, and what the numbers are."""
+    newest = [group for group in groups(rows).values() if suite.backend in group]
+    facets, kinds = split(newest, suite.backend, least)
+    newest = [group for cells in kinds.values() for group in cells]
+    figure = "TFLOP/s" if _compute_bound(suite, newest) else "GB/s"
+    heads = [*facets, "lengths", figure, *(f"/ {name(p)}" for p in suite.peers)]
+    lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(suite.peers))]
+    lines += [[*labels, *_cells(suite, cells, figure)] for labels, cells in kinds.items()]
+    return f"{_table(lines)}\n{_caption(suite, path, newest, figure)}"
 
 
-def _line(head_dim: int, causal: bool, cells: Sequence[Group]) -> list[str]:
-    lengths = sorted(group[SUITE.backend].max_q for group in cells)
-    line = [
-        str(head_dim),
-        "causal" if causal else "none",
-        f"{len(lengths)}, {_range(lengths, 'd')}",
-    ]
-    line.append(_range([group[SUITE.backend].tflops for group in cells], ".0f"))
-    for peer in SUITE.peers:
-        pairs = [(group[peer], group[SUITE.backend]) for group in cells if peer in group]
+def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:
+    """Whether most cases are: theirs is the figure of all."""
+    bounds = [group[suite.backend].bound for group in newest]
+    return bounds.count("compute") * 2 >= len(bounds)
+
+
+def _cells(suite: Suite, cells: Sequence[Group], figure: str) -> list[str]:
+    ours = [group[suite.backend] for group in cells]
+    lengths = sorted({length(row) for row in ours})
+    speeds = [row.tflops if figure == "TFLOP/s" else row.gb_per_s for row in ours]
+    line = [f"{len(lengths)}, {_range(lengths, 'd')}", _range(speeds, ".0f")]
+    for peer in suite.peers:
+        pairs = [(group[peer], group[suite.backend]) for group in cells if peer in group]
         line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f"))
     return line
 
@@ -86,17 +125,19 @@ def _range(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _caption(path: Path, newest: Sequence[Group]) -> str:
+def _caption(suite: Suite, path: str, newest: Sequence[Group], figure: str) -> str:
     rows = [row for group in newest for row in group.values()]
-    versions = {f"{NAMES[r.backend]} in {r.peer_version}" for r in rows if r.backend in NAMES}
+    versions = {f"{name(r.backend)} in {r.peer_version}" for r in rows if r.peer_version}
+    missing = [name(p) for p in suite.peers if p not in {r.backend for r in rows}]
+    gap = f" A dash: {' and '.join(missing)} was not measured in this run." if missing else ""
     return (
-        f"{_list(r.gpu for r in rows)}, driver {_list(r.driver for r in rows)}, "
-        f"{_list(r.dtype for r in rows)}, forward. Each line spans the sequence lengths measured: "
-        "smallest to largest TFLOP/s, and smallest to largest speed as a multiple of the peer's "
+        f"{suite.backend} on {_list(r.gpu for r in rows)}, driver {_list(r.driver for r in rows)}, "
+        f"{_list(r.dtype for r in rows)}. Each line spans the lengths measured: "
+        f"smallest to largest {figure}, and smallest to largest speed as a multiple of the peer's "
         "(above 1 we are faster), medians of interleaved launches in one run. "
-        f"Peers: {_list(versions, '; ')}. "
+        f"Peers: {_list(versions, '; ')}.{gap} "
         f"{_code(rows)}, {_list(r.timestamp[:10] for r in rows)}. "
-        f"Rows: [{path.as_posix()}]({path.as_posix()}).\n"
+        f"Rows: [{path.removeprefix('../')}]({path}).\n"
     )
 
 
@@ -113,11 +154,14 @@ def _list(values: Iterable[str], separator: str = ", ") -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if parser.parse_args(argv).write:
-        README.write_text(replaced(README.read_text(), markdown()))
-    else:
-        print(markdown(), end="")
+    parser.add_argument("--write", action="store_true", help="put them into the pages")
+    write = parser.parse_args(argv).write
+    for page in PAGES:
+        if write:
+            text = (ROOT / page).read_text()
+            (ROOT / page).write_text(replaced(text, markdown(page)))
+        else:
+            print(f"{page}\n\n{markdown(page)}")
 
 
 if __name__ == "__main__":

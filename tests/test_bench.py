@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from bench.cases import SUITES, Case, Tensors
 from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
-from rawattn.problem import Mask, Problem
+from rawattn.problem import Mask, Problem, Rows
 from rawattn.request import Arrays
 from tools import tune
 
@@ -282,6 +283,23 @@ def test_a_variant_changes_config_grid_and_scalars() -> None:
         tune.varied(planned, {"block_q": 64})
 
 
+def test_a_variant_of_a_kernel_with_tensor_maps() -> None:
+    """Its boxes follow its Config; a whole Config may be another kernel's."""
+    p = {c.id: c.problem for c in SUITES["fwd_sm90"].cases}["d64-full-s4096"]
+    launches = plan.fwd_sm90.launches(p, H200)
+    planned = plan.Plan(problem=p, device=H200, backend="fwd_sm90", launches=launches)
+    made = tune.varied(planned, {"block_n": 64, "grid": 99, "head_group": 5})
+    assert made is not None
+    (launch,) = made.launches
+    assert launch.grid == 99 and dict(launch.scalars)["head_group"] == 5
+    assert {m.field: m.box[1] for m in launch.maps}["k_map"] == 64
+    short = plan.fwd_sm90.launches(replace(p, batch=16, max_q=512, max_k=512), H200)[0].config
+    made = tune.varied(planned, short)
+    assert made is not None and made.launches[0].kernel == "fwd_sm90_self"
+    with pytest.raises(TypeError, match="fwd_sm90 has neither fields nor scalars block_q"):
+        tune.varied(planned, {"block_q": 64})
+
+
 def test_a_grid_of_variants_labels_what_differs() -> None:
     found = tune.grid(head_dim=[64], block_m=[64, 128], q_in_registers=[True, False])
     assert [label for label, _ in found] == ["bm64 qir1", "bm64 qir0", "bm128 qir1", "bm128 qir0"]
@@ -294,7 +312,8 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
     seen: dict[str, object] = {}
 
     class Template:
-        def __init__(self, made: plan.Plan, device: int, scalars: dict[str, float]) -> None:
+        def __init__(self, made: plan.Plan, device: int, scalars: dict, specs: dict) -> None:
+            assert specs["q"].shape == q.shape and specs["sink"] is None
             seen.update(scalars, **dict(made.launches[0].scalars))
 
         def pack(self, pointers: list[int]) -> Callable[[], None]:
@@ -333,3 +352,46 @@ def test_a_prepared_call_states_the_problem_of_its_case(mask: Mask) -> None:
 def test_a_config_in_a_row_can_be_read() -> None:
     text = candidates.plan_text(plan.plan(SUITE.cases[0].problem, H200, "fwd_sm80"))
     assert "block_m=128" in text and "q_in_registers=1" in text and "m_blocks=4" in text
+
+
+def test_packed_rows_lie_in_the_same_memory() -> None:
+    """A call on them, and a plan of ours, give what the dense call gives."""
+    p = replace(SUITE.cases[0].problem, batch=3, q_heads=2, kv_heads=2, max_q=5, max_k=5)
+    q, k, v = random_tensors(p, 0)
+    out, lse = np.full_like(q, np.nan), np.empty((3, 2, 5), np.float32)
+    starts = (5 * np.arange(4, dtype=np.int32),) * 2
+    t = Tensors(q=q, k=k, v=v, out=out, lse=lse, scale=0.125, starts=starts)
+    p = replace(p, q_rows=Rows.PACKED, k_rows=Rows.PACKED)
+    assert candidates.prepared_candidate("reference", Case(id="x", problem=p), t).run() is out
+    assert t.expected(p, np).error_ratio(out) <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"q_rows": Rows.PACKED, "k_rows": Rows.PACKED}, "dense"),
+        ({"dtype": "float16"}, "bf16"),
+        ({"kv_heads": 1}, "mha"),
+    ],
+)
+def test_twins_do_the_same_work(changes: dict[str, Any], name: str) -> None:
+    p = replace(SUITE.cases[0].problem, batch=2, q_heads=2, kv_heads=2, max_q=5, max_k=5)
+    p = replace(p, **changes)
+    q, k, v = random_tensors(p, 0)
+    starts = (np.arange(3, dtype=np.int32) * 5,) * 2 if p.q_rows is Rows.PACKED else None
+    lse = np.empty((2, 2, 5), np.float32)
+    t = Tensors(q=q, k=k, v=v, out=np.full_like(q, np.nan), lse=lse, scale=0.125, starts=starts)
+    (twin,) = candidates.twin_candidates("reference", Case(id="x", problem=p), t)
+    assert twin.backend == f"reference ({name})"
+    expected = twin.expected or t.expected(p, np)
+    assert expected.error_ratio(twin.run()) <= 1
+
+
+def test_the_cells_of_the_hopper_suite() -> None:
+    cases = {case.id: case.problem for case in SUITES["fwd_sm90"].cases}
+    assert len(cases) == 71
+    assert {p.batch * p.max_q for name, p in cases.items() if name[0] == "d"} == {16384}
+    window = cases["llama-window4096-s65536"]
+    assert (window.mask.left, window.mask.right, window.group) == (4095, 0, 4)
+    assert cases["d192x128-causal-s4096"].value_dim == 128
+    assert cases["d64-full-s1024-varlen"].k_rows is Rows.PACKED

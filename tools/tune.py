@@ -3,10 +3,10 @@
 
     python tools/tune.py FILE.py --suite fwd_sm80 --case 'd128-*' --out DIR
 
-FILE.py defines ``VARIANTS``, a list of (label, overrides). Overrides are Config fields, and scalars
-of the planned launch such as ``head_group``; the planned Config supplies the rest. One that names
+FILE.py defines ``VARIANTS``, a list of (label, overrides). Overrides are Config fields, scalars of
+the launch such as ``head_group``, and ``grid``; the planned Config supplies the rest. One that has
 ``head_dim``, ``value_dim`` or ``element`` is used for the cells of that kind alone. A whole Config
-is taken too, and `grid` makes products:
+is taken too, also of another kernel, and `grid` makes products:
 
     from tools.tune import grid
     VARIANTS = [("planned", {}), *grid(head_dim=[128], block_m=[64, 128], warps=[4, 8])]
@@ -23,7 +23,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -62,17 +62,26 @@ def _short(value: Any) -> str:
 
 def varied(planned: plan.Plan, overrides: Overrides | Config) -> plan.Plan | None:
     """A plan with other Config fields or scalars; None where the overrides are for another kind."""
-    changes = dict(overrides) if isinstance(overrides, dict) else asdict(overrides)
-    (launch,), p = planned.launches, planned.problem
-    if any(changes.get(k, getattr(launch.config, k)) != getattr(launch.config, k) for k in KIND):
+    (launch,) = planned.launches
+    kernel, config = launch.kernel, launch.config
+    others: Overrides = {}
+    if isinstance(overrides, dict):
+        names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+        others = {name: value for name, value in overrides.items() if name not in names}
+        config = replace(config, **{n: v for n, v in overrides.items() if n in names})
+    else:
+        config = overrides
+        kernel = next(k.name for k in KERNELS.values() if k.config is type(config))
+    if any(getattr(config, name) != getattr(launch.config, name) for name in KIND):
         return None
-    scalars = dict(launch.scalars)
-    scalars |= {name: changes.pop(name) for name in list(changes) if name in scalars}
-    config = replace(launch.config, **changes)
-    scalars["m_blocks"] = -(-p.max_q // config.block_m)
-    blocks = scalars["m_blocks"] * p.batch * p.q_heads
-    launch = replace(launch, config=config, grid=blocks, scalars=tuple(scalars.items()))
-    return replace(planned, launches=(launch,))
+    made = plan.LAUNCHES[kernel](planned.problem, planned.device, config)
+    scalars = dict(made.scalars)
+    unknown = others.keys() - scalars.keys() - {"grid"}
+    if unknown:
+        raise TypeError(f"{kernel} has neither fields nor scalars {', '.join(sorted(unknown))}")
+    grid = others.pop("grid", made.grid)
+    made = replace(made, grid=grid, scalars=tuple((scalars | others).items()))
+    return replace(planned, launches=(made,))
 
 
 def _compiled(kernel: str, config: Config, device: Device) -> str:
@@ -85,7 +94,8 @@ def _compiled(kernel: str, config: Config, device: Device) -> str:
         reasons = [line for line in str(error).splitlines() if "error" in line]
         return f"error: {reasons[0] if reasons else error}"
     spills = f", {r.spill_stores + r.spill_loads} bytes of spills" if r.spill_stores else ""
-    return f"{r.registers} registers, {config.smem_bytes >> 10} KiB{spills}"
+    warnings = "".join(f", {line}" for line in r.warnings)
+    return f"{r.registers} registers, {config.smem_bytes >> 10} KiB{spills}{warnings}"
 
 
 def compile_all(launches: set[plan.Launch], device: Device) -> set[plan.Launch]:

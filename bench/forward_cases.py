@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suites of the forward kernels.
+
+Ids read: head size (or that of queries and of values), mask, rows of a sequence, and what else
+differs: ``-fp16``, ``-varlen`` (packed rows of equal lengths), ``llama`` (32 query heads over 8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bench.suite import Case, Suite
+from rawattn.problem import Mask, Problem, Rows
+
+TOKENS = 16384
+HIDDEN = 2048
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+SIZES = (64, 128, 256)
+MASKS = (False, True)  # causal
+
+
+def dense(
+    head_dim: int,
+    causal: bool,
+    length: int,
+    *,
+    value_dim: int | None = None,
+    heads: int | None = None,
+    dtype: str = "bfloat16",
+) -> Case:
+    """Self-attention over 16 k tokens of hidden size 2048, as the field publishes it."""
+    heads = heads or HIDDEN // head_dim
+    sizes = f"d{head_dim}" if value_dim is None else f"d{head_dim}x{value_dim}"
+    suffix = "-fp16" if dtype == "float16" else ""
+    return Case(
+        id=f"{sizes}-{'causal' if causal else 'full'}-s{length}{suffix}",
+        problem=Problem(
+            dtype=dtype,
+            batch=TOKENS // length,
+            q_heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            value_dim=value_dim or head_dim,
+            max_q=length,
+            max_k=length,
+            mask=Mask.of(causal=causal),
+        ),
+        quick=length in (1024, 8192),
+    )
+
+
+def varlen(head_dim: int, causal: bool, length: int) -> Case:
+    """The same rows, packed, with tables of where sequences start."""
+    case = dense(head_dim, causal, length)
+    problem = replace(case.problem, q_rows=Rows.PACKED, k_rows=Rows.PACKED)
+    return Case(id=f"{case.id}-varlen", problem=problem)
+
+
+def llama(length: int, window: int | None = None) -> Case:
+    """One causal sequence of 32 query heads over 8, that see `window` keys or all before them."""
+    problem = replace(
+        dense(128, True, length, heads=32).problem,
+        batch=1,
+        kv_heads=8,
+        mask=Mask.of(causal=True, window_size=(-1 if window is None else window - 1, 0)),
+    )
+    name = "causal" if window is None else f"window{window}"
+    return Case(id=f"llama-{name}-s{length}", problem=problem, quick=length == 4096)
+
+
+TABLE = tuple(dense(d, causal, s) for d in SIZES for causal in MASKS for s in LENGTHS)
+OTHER_SIZES = tuple(
+    dense(d, causal, s, value_dim=dv, heads=16)
+    for d, dv in ((96, None), (192, 128))
+    for causal in MASKS
+    for s in (1024, 4096, 16384)
+)
+LLAMA = (*map(llama, (1024, 4096, 16384, 65536)), llama(65536, window=4096))
+FP16 = tuple(dense(d, causal, 4096, dtype="float16") for d in SIZES for causal in MASKS)
+VARLEN = tuple(varlen(d, causal, s) for d in SIZES for causal in MASKS for s in (1024, 4096))
+
+FWD_SM80 = Suite(
+    name="fwd_sm80",
+    op="forward",
+    backend="fwd_sm80",
+    peers=("fa2", "cudnn", "fa3"),
+    cases=TABLE,
+)
+FWD_SM90 = Suite(
+    name="fwd_sm90",
+    op="forward",
+    backend="fwd_sm90",
+    peers=("fa3", "cudnn", "fa2"),
+    cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN),
+)

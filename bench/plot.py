@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All pictures of docs/img/, from the committed rows.
+
+    python bench/plot.py            draw them (`make plots`)
+    python bench/plot.py --check    say which are not of the committed rows; exits with 1 for some
+
+Needs matplotlib, and no GPU. Each PNG holds a digest of the rows that it was drawn from. A peer
+that was not measured is named as such in the legend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.cases import SUITES, Suite, dense
+from bench.facets import Group, length, name, split
+from bench.host_time import HostRow
+from bench.install_size import InstallRow
+from bench.rows import RESULTS, ROOT, groups, load
+from rawattn import roofline
+from rawattn.device import DEVICES, Device
+from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, draw, points, pyplot, save
+
+IMAGES = ROOT / "docs" / "img"
+KEY = "Rows"  # of the PNG text chunk
+COLUMNS = 3  # panels side by side
+LEAST = 3  # lengths that make a line; kinds of cases with fewer are in the tables alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A PNG, the files that it is drawn from, and how."""
+
+    name: str
+    sources: tuple[Path, ...]
+    draw: Callable[[Path, dict[str, str]], None]  # into a file, with text chunks
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits over the sources."""
+        return hashlib.sha256(b"\0".join(p.read_bytes() for p in self.sources)).hexdigest()[:12]
+
+
+def pictures(results: Path = RESULTS) -> list[Picture]:
+    """Every picture that there are rows for."""
+    found = []
+    for folder in sorted(p for p in results.iterdir() if p.is_dir()):
+        own = [(s, folder / f"{s.name}.csv") for s in SUITES.values()]
+        own = [(suite, path) for suite, path in own if path.exists()]
+        for suite, path in own:
+            found.append(_picture(f"{suite.name}-{folder.name}", (path,), _draw_suite, suite))
+        if own:
+            found.append(_picture(f"roofline-{folder.name}", tuple(p for _, p in own), _draw_roofs))
+        host = folder / "host_time.csv"
+        if host.exists():
+            found.append(_picture(f"host_time-{folder.name}", (host,), _draw_host))
+    install = results / "install" / "install_size.csv"
+    if install.exists():
+        found.append(_picture("install", (install,), _draw_install))
+    return [*found, _picture("traffic", (), _draw_traffic)]
+
+
+def _picture(
+    stem: str, sources: tuple[Path, ...], draw: Callable[..., None], *more: Any
+) -> Picture:
+    return Picture(
+        name=f"{stem}.png",
+        sources=sources,
+        draw=lambda path, text: draw(path, text, *more, *sources),
+    )
+
+
+def stale(images: Path = IMAGES, results: Path = RESULTS) -> list[str]:
+    """Pictures that are missing or not of the rows, and files that are no pictures of ours."""
+    from PIL import Image
+
+    wanted = {p.name: p.digest for p in pictures(results)}
+    here = {path.name: Image.open(path).text.get(KEY) for path in images.glob("*.png")}
+    return sorted(n for n in wanted.keys() | here.keys() if wanted.get(n) != here.get(n))
+
+
+# ---- the pictures --------------------------------------------------------------------------------
+
+
+def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) -> None:
+    """A panel for each kind of case; speed over length, bars from p20 to p80."""
+    facets, kinds = split(groups(load(source)).values(), suite.backend, LEAST)
+    cells = [group for part in kinds.values() for group in part]
+    by_compute = [g[suite.backend].bound for g in cells].count("compute") * 2 >= len(cells)
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        rows = math.ceil(len(kinds) / COLUMNS)
+        wide = min(COLUMNS, len(kinds))
+        figure, grid = plt.subplots(
+            rows, wide, figsize=(3.6 * wide, 2.9 * rows), sharey=True, squeeze=False
+        )
+        panels = list(grid.flat)
+        order = _by_column(len(kinds), facets, list(kinds))
+        for place, labels in enumerate(order):
+            _panel(panels[place], suite, kinds[labels], by_compute)
+            words = [_words(f, x) for f, x in zip(facets, labels, strict=True)]
+            panels[place].set_title(textwrap.fill(", ".join(words), 46), fontsize=9)
+        for panel in panels[len(order) :]:
+            panel.set_visible(False)
+        figure.supylabel("TFLOP/s" if by_compute else "GB/s of least bytes", fontsize=10)
+        what = "keys of a sequence" if cells[0][suite.backend].max_k else "tokens"
+        figure.supxlabel(f"{what} (log scale); bars: p20 to p80", fontsize=10)
+        gpu = cells[0][suite.backend].gpu
+        _peak(panels[: len(order)], Device.named(gpu), by_compute)
+        figure.suptitle(f"{suite.name} on {gpu}: higher is faster", fontsize=12)
+        figure.tight_layout()
+        _legend(figure, suite, cells)
+        save(figure, path, **text)
+
+
+def _words(facet: str, value: str) -> str:
+    """A value of a facet, as a title has it."""
+    if facet == "mask":
+        return {"none": "no mask"}.get(value, value)
+    return f"{value} heads" if facet == "heads" else f"{facet} {value}"
+
+
+def _by_column(
+    count: int, facets: Sequence[str], kinds: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Panels so that the first facet goes from left to right, where it fills the rows evenly."""
+    first = len({labels[0] for labels in kinds}) if facets else 0
+    if first != COLUMNS or count % COLUMNS:
+        return list(kinds)
+    return sorted(kinds, key=lambda labels: (kinds.index(labels) % (count // first),))
+
+
+def _panel(axes: Any, suite: Suite, cells: Sequence[Group], by_compute: bool) -> None:
+    for i, backend in enumerate((suite.backend, *suite.peers)):
+        rows = [group[backend] for group in cells if backend in group]
+        if not rows:
+            continue
+        speed = [r.tflops if by_compute else r.gb_per_s for r in rows]
+        low = [v * (1 - r.p50_us / r.p80_us) for v, r in zip(speed, rows, strict=True)]
+        high = [v * (r.p50_us / r.p20_us - 1) for v, r in zip(speed, rows, strict=True)]
+        axes.errorbar(
+            [length(r) for r in rows],
+            speed,
+            yerr=(low, high),
+            color=COLOURS[i],
+            marker=MARKERS[i],
+            markersize=5,
+            linewidth=2.2 if i == 0 else 1.3,
+            zorder=3 if i == 0 else 2,
+        )
+    lengths = sorted({length(group[suite.backend]) for group in cells})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_short(n) for n in lengths])
+    axes.minorticks_off()
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def _legend(figure: Any, suite: Suite, cells: Sequence[Group]) -> None:
+    """One for all panels; a peer without rows is named there as a gap."""
+    from matplotlib.lines import Line2D
+
+    measured = {backend for group in cells for backend in group}
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=COLOURS[i] if b in measured else "none",
+            marker=MARKERS[i] if b in measured else "",
+            label=name(b) + ("" if b in measured else " (not measured)"),
+        )
+        for i, b in enumerate((suite.backend, *suite.peers))
+    ]
+    figure.legend(handles=handles, loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0.0))
+
+
+def _peak(panels: Sequence[Any], device: Device, by_compute: bool) -> None:
+    """The vendor's peak in each panel; all share one scale."""
+    tflops, gb_per_s = roofline.peaks(device)
+    peak, unit = (tflops, "TFLOP/s") if by_compute else (gb_per_s, "GB/s")
+    panels[0].set_ylim(0, 1.05 * max(peak, panels[0].get_ylim()[1]))  # all share it
+    for axes in panels:
+        axes.axhline(peak, color="#444444", linestyle=":", linewidth=1)
+    panels[0].annotate(
+        f"vendor's peak {peak:.0f} {unit}",
+        (0.02, peak),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        xytext=(0, -4),
+        va="top",
+        fontsize=8,
+    )
+
+
+def _draw_roofs(path: Path, text: dict[str, str], *sources: Path) -> None:
+    device = Device.named(load(sources[0])[0].gpu)
+    found = [point for source in sources for point in points(source, device)]
+    ceilings = {"read", "copy"}  # what memory gives, no attention
+    draw(device, [p for p in found if p.backend not in ceilings], path, **text)
+
+
+def _draw_host(path: Path, text: dict[str, str], source: Path) -> None:
+    """Host time of a call in microseconds, and of compiling and finding a kernel in seconds."""
+    newest = {row.what: row for row in load(source, HostRow)}
+    rows = [r for r in newest.values() if "call" in r.what or r.what.startswith("bare")]
+    plt = pyplot()
+    with plt.rc_context({**STYLE, "axes.grid.axis": "x"}):
+        figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.4))
+        _bars(axes, [r.what for r in rows], [r.p50_us for r in rows], "{:.1f} us")
+        axes.set_xlabel("microseconds of host time a call, median")
+        axes.set_title(f"Host time around a launch, {rows[0].gpu}: shorter is better")
+        save(figure, path, **text)
+
+
+def _draw_install(path: Path, text: dict[str, str], source: Path) -> None:
+    """Size and time of each stack; what could not be installed keeps its place."""
+    newest = {row.stack: row for row in load(source, InstallRow)}
+    rows = list(newest.values())
+    plt = pyplot()
+    with plt.rc_context({**STYLE, "axes.grid.axis": "x"}):
+        figure, panels = plt.subplots(1, 3, figsize=(13, 0.45 * len(rows) + 1.6), sharey=True)
+        good = [r.result == "ok" for r in rows]
+        columns = {
+            "MB of files in an empty environment": ([r.size_mb for r in rows], "{:,.0f} MB"),
+            "seconds of pip, download included": ([r.install_seconds for r in rows], "{:.0f} s"),
+            "seconds to a first output on the CPU": (
+                [r.first_output_seconds for r in rows],
+                "{:.1f} s",
+            ),
+        }
+        for axes, (label, (values, form)) in zip(panels, columns.items(), strict=True):
+            _bars(axes, [r.stack for r in rows], _where(good, values), form)
+            axes.set_xlabel(label)
+        for i, row in enumerate(rows):
+            if not good[i]:
+                panels[0].text(0, i, "  could not be installed here", va="center")
+            elif math.isnan(row.first_output_seconds):
+                panels[2].text(0, i, "  runs on a GPU alone", va="center")
+        figure.suptitle("What an installation takes, one run each: shorter is better")
+        figure.tight_layout()
+        save(figure, path, **text)
+
+
+def _where(good: Sequence[bool], values: Sequence[float]) -> list[float]:
+    return [v if ok else math.nan for ok, v in zip(good, values, strict=True)]
+
+
+def _bars(axes: Any, names: Sequence[str], values: Sequence[float], form: str) -> None:
+    """Horizontal bars from the top down, ours in the first colour; NaN leaves its place empty."""
+    for i, (label, value) in enumerate(zip(names, values, strict=True)):
+        ours = label.startswith(("rawattn", "call"))
+        gap = math.isnan(value)
+        axes.barh(i, 0 if gap else value, color=COLOURS[0] if ours else COLOURS[7])
+        shown = "" if gap else form.format(value)
+        axes.annotate(
+            shown, (0 if gap else value, i), textcoords="offset points", xytext=(4, 0), va="center"
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.margins(x=0.18)
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+
+
+def _draw_traffic(path: Path, text: dict[str, str]) -> None:
+    """Bytes of one head over the length: the formulas of `rawattn.roofline.traffic`."""
+    lengths = [2**i for i in range(9, 18)]
+    problems = [
+        replace(dense(128, False, 512).problem, batch=1, q_heads=1, kv_heads=1, max_q=n, max_k=n)
+        for n in lengths
+    ]
+    lines = {
+        "standard: S and P written and read": [roofline.standard(p).total for p in problems],
+        "FlashAttention-1, 128 x 128 tiles": [
+            roofline.keys_outside(p, 128, 128).total for p in problems
+        ],
+        "FlashAttention-2, 128 x 64 tiles": [
+            roofline.queries_outside(p, 128, 64).total for p in problems
+        ],
+        "each tensor once": [roofline.work(p).bytes for p in problems],
+    }
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.6))
+        for i, (label, moved) in enumerate(lines.items()):
+            axes.plot(
+                lengths,
+                [x / 2**20 for x in moved],
+                color=COLOURS[i],
+                marker=MARKERS[i],
+                markersize=5,
+                label=label,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(lengths, [_short(n) for n in lengths])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("queries and keys")
+        axes.set_ylabel("MiB through device memory, no cache")
+        axes.set_title("One head, head_dim 128, bf16, no mask: computed, not measured")
+        axes.legend()
+        l2 = DEVICES["A100"].l2_bytes / 2**20
+        axes.axhline(l2, color="#444444", linestyle=":", linewidth=1)
+        axes.text(lengths[0], l2 * 1.1, f"L2 of an A100, {l2:.0f} MiB", va="bottom")
+        save(figure, path, **text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="draw nothing, say what is stale")
+    parser.add_argument("--out", type=Path, default=IMAGES, metavar="DIR")
+    args = parser.parse_args(argv)
+    if args.check:
+        names = stale(args.out)
+        print("\n".join(f"{n}: not of the committed rows (make plots)" for n in names))
+        return int(bool(names))
+    for picture in pictures():
+        picture.draw(args.out / picture.name, {KEY: picture.digest})
+        print(args.out / picture.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reads and orders the bench's rows: running, comparing, drawing. No GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import compare, facets, first_output, install_size, plot, run
+from bench.cases import SUITES
+from bench.rows import RESULTS, Row, append, load, results_path, sources_digest
+from rawattn.device import Device
+from tests.bench_rows import row
+
+pytest_plugins = ("tests.cli",)
+H200 = Device.named("H200")
+FWD = SUITES["fwd_sm80"]
+
+
+# ---- run -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that measures at once; the list holds the cases that it was asked for."""
+    asked: list[str] = []
+
+    def run_case(suite: Any, case: Any, rounds: int) -> list[Row]:
+        asked.append(f"{case.id} {rounds}")
+        rows = [row("fa2", 20.0, case=case.id, max_k=case.problem.max_k)]
+        if "d256" not in case.id:
+            ours = {"case": case.id, "sources": sources_digest(), "max_k": case.problem.max_k}
+            rows.append(row(suite.backend, 10.0, **ours))
+        return rows
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(run, "compile_ahead", lambda cases: None)
+    monkeypatch.setattr(Device, "current", staticmethod(lambda device_id=None: H200))
+    return asked
+
+
+def test_a_run_resumes_where_it_stopped(
+    gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--suite", "fwd_sm80", "--out", str(tmp_path), "--case"]
+    assert run.main([*line, "d64-full-s512"]) == 0
+    assert run.main([*line, "d64-full-*"]) == 0
+    assert gpu == [f"d64-full-s{n} 25" for n in (512, 1024, 2048, 4096, 8192, 16384)]
+    assert run.main([*line, "d64-full-*"]) == 0 and len(gpu) == 6
+    assert "0 cases in 0 s" in capsys.readouterr().out
+    assert run.main([*line, "d64-full-s512", "--again", "--json"]) == 0
+    assert len(gpu) == 7
+    assert json.loads(capsys.readouterr().out)["rows"] == 2
+    assert len(load(results_path(tmp_path, H200.name, "fwd_sm80"))) == 14
+
+
+def test_quick_stops_within_its_time_and_says_what_is_left(
+    gpu: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["--suite", "fwd_sm80", "--case", "d128-*", "--quick", "--out", str(tmp_path)]
+    monkeypatch.setattr(run, "QUICK_SECONDS", -1)
+    assert run.main(line) == run.LEFT and gpu == []
+    assert "LEFT: fwd_sm80/d128-full-s1024, " in capsys.readouterr().out
+    monkeypatch.setattr(run, "QUICK_SECONDS", 60)
+    assert run.main(line) == 0
+    assert len(gpu) == 4 and all(case.endswith(f" {run.QUICK_ROUNDS}") for case in gpu)
+
+
+def test_a_wrong_output_of_ours_is_an_exit_code(
+    gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--suite", "fwd_sm80", "--case", "d256-full-s512", "--out", str(tmp_path)]
+    assert run.main(line) == run.WRONG
+    assert "WRONG: fwd_sm80/d256-full-s512" in capsys.readouterr().out
+    assert run.main([*line[:2], "--case", "x"]) == run.REFUSED
+    assert "suite fwd_sm80 has d64-full-s512" in capsys.readouterr().err
+    assert run.main([*line[:2], "--case", "x", "--json"]) == run.REFUSED
+    assert json.loads(capsys.readouterr().out)["error"] == "ValueError"
+
+
+def test_without_a_suite_all_are_measured(gpu: list[str], tmp_path: Path) -> None:
+    run.main(["--quick", "--case", "d*", "--out", str(tmp_path)])
+    assert {case.split()[0] for case in gpu} >= {c.id for c in FWD.cases if c.quick}
+
+
+def test_the_command_line_runs_it(run: Any, gpu: list[str], tmp_path: Path) -> None:
+    found = run(f"bench --suite fwd_sm80 --case d64-full-s512 --json --out {tmp_path}")
+    assert (found.code, found.facts["measured"], found.facts["wrong"]) == (0, 1, [])
+    shown = run(f"bench --suite fwd_sm80 --case d64-full-s512 --out {tmp_path}")
+    assert "d64-full-s512" in shown.out and "already_measured" in shown.out
+    assert run("bench --suite fast").code == 2
+
+
+def test_an_installed_package_has_no_bench(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from rawattn.cli import bench
+
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    found = run("bench")
+    assert found.code == 1 and "a part of a clone" in found.err
+
+
+# ---- compare -------------------------------------------------------------------------------------
+
+
+def changes(before: list[Row], after: list[Row]) -> dict[str, compare.Change]:
+    return {c.case: c for c in compare.compare(before, after, None)}
+
+
+def test_slower_is_what_exceeds_the_spread() -> None:
+    before = [row("fwd_sm80", 100.0, case=c) for c in "abcd"]
+    before += [row("fa2", 50.0, case=c) for c in "abcd"]
+    after = [
+        row("fwd_sm80", us, case=c) for c, us in zip("abcd", (102, 98, 100.9, 110), strict=True)
+    ]
+    after += [row("fa2", us, case=c) for c, us in zip("abcd", (50, 50, 50, 55), strict=True)]
+    found = changes(before, after)
+    verdicts = {case: c.verdict for case, c in found.items()}
+    assert verdicts == {"a": "slower", "b": "faster", "c": "same", "d": "same"}
+    assert found["d"].drift == pytest.approx(1.1) and found["d"].change == pytest.approx(0)
+    assert found["a"].spread == 0.01
+
+
+def test_a_wide_spread_forgives_more() -> None:
+    before, after = [row("fa2", 50.0)], [row("fa2", 50.0)]
+    noisy = row("fwd_sm80", 100.0, p20_us=90.0, p80_us=110.0)
+    assert changes([noisy, *before], [row("fwd_sm80", 109.0), *after])["c"].verdict == "same"
+    assert changes([noisy, *before], [row("fwd_sm80", 111.0), *after])["c"].verdict == "slower"
+
+
+def test_peers_that_disagree_widen_it_and_others_do_not_count() -> None:
+    before = [row("fwd_sm80", 100.0), row("fa2", 50.0), row("cudnn", 50.0)]
+    after = [row("fwd_sm80", 106.0), row("fa2", 50.0), row("cudnn", 56.0)]
+    assert changes(before, after)["c"].verdict == "same"
+    after[2] = replace(after[2], peer_version="2.0")
+    assert changes(before, after)["c"].verdict == "slower"
+
+
+def test_without_a_peer_the_drift_is_unknown_and_more_is_forgiven() -> None:
+    found = changes([row("fwd_sm80", 100.0)], [row("fwd_sm80", 103.9)])["c"]
+    assert (found.verdict, found.spread) == ("same", 0.04) and math.isnan(found.drift)
+    assert changes([row("fwd_sm80", 100.0)], [row("fwd_sm80", 104.1)])["c"].verdict == "slower"
+
+
+def test_only_the_newest_rows_of_a_case_count() -> None:
+    old = [row("fwd_sm80", 1.0, timestamp="1"), row("fwd_sm80", 100.0, timestamp="2")]
+    assert changes(old, [row("fwd_sm80", 100.0)])["c"].verdict == "same"
+
+
+def test_compare_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c, d = (str(tmp_path / f"{x}.csv") for x in "abcd")
+    append(Path(a), [row("fwd_sm80", 100.0), row("fa2", 50.0)])
+    append(Path(b), [row("fwd_sm80", 120.0), row("fa2", 50.0)])
+    append(Path(c), [row("fa2", 50.0)])
+    append(Path(d), [row("fwd_sm80", 100.0, case="other", gpu="A100")])
+    assert compare.main([a, a]) == 0
+    assert compare.main([b, a]) == 0 and "FASTER" in capsys.readouterr().out
+    assert compare.main([a, b]) == 1 and "SLOWER" in capsys.readouterr().out
+    assert compare.main([a, c]) == 1 and "GONE" in capsys.readouterr().out
+    assert compare.main([a, c, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["after_us"] is None
+    for after, words in ((d, "accepted are rows of one GPU"), ("x", "there is no such file")):
+        assert compare.main([a, after]) == 2 and words in capsys.readouterr().err
+    assert compare.main([a, b, "--backend", "z"]) == 2
+    committed = str(RESULTS / "nvidia-h200" / "fwd_sm80.csv")
+    assert compare.main([committed, committed]) == 0
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_file_from_before_a_column_is_still_read_and_grows(tmp_path: Path) -> None:
+    path, first = tmp_path / "x.csv", row("fwd_sm80", 1.0)
+    append(path, [first])
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    place = lines[0].index("page_size")
+    path.write_text("".join(",".join(x[:place] + x[place + 1 :]) + "\n" for x in lines))
+    assert load(path) == [first]
+    append(path, [replace(first, page_size=16)])
+    assert [r.page_size for r in load(path)] == [0, 16]
+    assert path.read_text().count("page_size") == 1
+
+
+# ---- facets, tables, plots -----------------------------------------------------------------------
+
+
+def test_facets_are_what_differs_at_one_length() -> None:
+    rows = [
+        row("fwd_sm80", 1.0, head_dim=d, value_dim=d, q_heads=2048 // d, window_right=w, max_k=n)
+        for d in (64, 128)
+        for w in (-1, 0)
+        for n in (512, 1024)
+    ]
+    assert facets.facets(rows) == ["head dim", "mask"]
+    assert facets.facets([r for r in rows if r.head_dim == 64]) == ["mask"]
+    decode = [row("decode_split", 1.0, batch=b, max_k=n) for b in (1, 8) for n in (512, 1024)]
+    names, parts = facets.split([{"decode_split": r} for r in decode[::-1]], "decode_split")
+    assert names == ["batch"] and list(parts) == [("1",), ("8",)]
+    assert [g["decode_split"].max_k for g in parts[("8",)]] == [512, 1024]
+    assert facets.mask(row("x", 1.0, window_left=5, window_right=0)) == "window 5, 0"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Figures, in place of files."""
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "save", lambda figure, path, **text: figures.append(figure))
+    return figures
+
+
+def test_a_plot_of_a_suite_shows_its_rows_and_names_gaps(drawn: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    rows = []
+    for n, us in ((512, 10.0), (1024, 5.0)):
+        rows += [
+            row("fwd_sm80", us, case=str(n), max_k=n, timestamp=str(n)),
+            row("fa2", 8.0, case=str(n), max_k=n, timestamp=str(n)),
+        ]
+    append(path, rows)
+    plot._draw_suite(path, {}, FWD, path)
+    (figure,) = drawn
+    (axes,) = (a for a in figure.axes if a.get_visible())
+    first, second = axes.containers
+    assert list(first.lines[0].get_xdata()) == [512, 1024]
+    assert list(first.lines[0].get_ydata()) == [100.0, 200.0]
+    assert list(second.lines[0].get_ydata()) == [125.0, 125.0]
+    low, high = first.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == (pytest.approx(100 / 1.01), pytest.approx(100 / 0.99))
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == [
+        "fwd_sm80",
+        "FlashAttention-2",
+        "cuDNN (not measured)",
+        "FlashAttention-3 (not measured)",
+    ]
+    assert axes.get_ylim()[0] == 0
+
+
+def test_what_could_not_be_installed_keeps_its_place(drawn: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    known: dict[str, Any] = dict.fromkeys(("versions", "cpu", "python", "commit", "timestamp"), "")
+    rows = [
+        install_size.InstallRow(
+            stack=name,
+            packages=3,
+            size_mb=5.0,
+            install_seconds=2.0,
+            first_output_seconds=first,
+            result=result,
+            **known,
+        )
+        for name, first, result in (
+            ("rawattn", 0.5, "ok"),
+            ("broken", math.nan, "failed"),
+            ("gpu", math.nan, "ok"),
+        )
+    ]
+    append(path, rows)
+    plot._draw_install(path, {}, path)
+    size, _, first = drawn[0].axes
+    assert [bar.get_width() for bar in size.patches] == [5.0, 0.0, 5.0]
+    assert [bar.get_width() for bar in first.patches] == [0.5, 0.0, 0.0]
+    assert "could not be installed" in "".join(t.get_text() for t in size.texts)
+    assert "runs on a GPU" in "".join(t.get_text() for t in first.texts)
+
+
+def test_the_pictures_of_the_docs_are_of_the_committed_rows() -> None:
+    pytest.importorskip("PIL")
+    assert plot.stale() == [], "make plots"
+
+
+def test_a_stale_picture_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "results"
+    (results / "nvidia-h200").mkdir(parents=True)
+    path = results / "nvidia-h200" / "fwd_sm80.csv"
+    append(path, [row("fwd_sm80", 1.0, max_k=512), row("fa2", 2.0, max_k=512)])
+    names = [p.name for p in plot.pictures(results)]
+    assert names == ["fwd_sm80-nvidia-h200.png", "roofline-nvidia-h200.png", "traffic.png"]
+    for picture in plot.pictures(results):
+        picture.draw(tmp_path / picture.name, {plot.KEY: picture.digest})
+    assert plot.stale(tmp_path, results) == []
+    append(path, [row("fwd_sm80", 3.0, case="d")])
+    assert plot.stale(tmp_path, results) == names[:2]
+    (tmp_path / "old.png").write_bytes((tmp_path / "traffic.png").read_bytes())
+    assert plot.stale(tmp_path, results) == [*names[:1], "old.png", names[1]]
+
+
+# ---- install -------------------------------------------------------------------------------------
+
+
+def test_a_failed_installation_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ERROR: some text'\necho 'OSError: no compiler'\nexit 1\n")
+    python.chmod(0o755)
+    assert install_size.pip(python, ["x"]) == "failed: OSError: no compiler"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    assert install_size.pip(python, ["x"]) is None
+    python.write_text("#!/bin/sh\nexec sleep 5\n")
+    monkeypatch.setattr(install_size, "TIMEOUT", 0.1)
+    assert "not done after" in str(install_size.pip(python, ["x"]))
+
+
+def test_the_size_of_a_folder_is_that_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "x").write_bytes(b"12345")
+    (tmp_path / "y").write_bytes(b"123")
+    assert install_size.folder_size(tmp_path) == 8
+
+
+def test_programs_of_the_stacks_compile() -> None:
+    stacks = install_size.stacks(Path("rawattn.whl"))
+    assert len({s.name for s in stacks}) == len(stacks)
+    for stack in stacks:
+        compile(stack.first or "", stack.name, "exec")
+    exec(install_size.NUMPY, {})
+
+
+def test_first_outputs_share_a_cache_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def timed(program: str, cache: str) -> float:
+        seen.append((program, cache))
+        return float(len(seen))
+
+    monkeypatch.setattr(first_output, "microseconds", timed)
+    times = first_output.measure()
+    assert {len(x) for x in times.values()} == {first_output.PROCESSES}
+    caches = [cache for program, cache in seen if program == first_output.OURS]
+    assert caches[0] == caches[1] != caches[2] and len(set(caches)) == first_output.PROCESSES
+    compile(first_output.TORCH, "torch", "exec")
+    code = first_output.OURS.replace("import cupy, rawattn", "import numpy as cupy, rawattn")
+    exec(code, {})
