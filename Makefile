@@ -12,17 +12,17 @@ GPU := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/
 COMMA := ,
 DEMO_EXTRAS := examples$(if $(GPU),$(COMMA)$(GPU))
 # Kernels compile without a GPU, so the tests want the compiler everywhere.
-TEST_EXTRAS := test,dev,examples,$(or $(GPU),cuda12)
+TEST_EXTRAS := test,dev,examples,bench,docs,$(or $(GPU),cuda12)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary
 
-.PHONY: demo test lint format ledger gpu-record wheel clean
+.PHONY: demo test lint format docs plots ledger gpu-record dist clean
 
 demo: $(VENV)/.demo  ## generate text with a real model
 	$(BIN)/python examples/generate.py
 
 # The products are small, and the workers share the cores.
 test gpu-record: export OPENBLAS_NUM_THREADS = 1
-test: $(VENV)/.test lint  ## everything that this machine can check
+test: $(VENV)/.test lint docs  ## everything that this machine can check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=$(PROFILE)
 	$(BIN)/python -m tools.gpu_tests --check
 
@@ -44,8 +44,16 @@ ledger: $(VENV)/.test  ## compile every config for every architecture, rewrite t
 gpu-record: $(VENV)/.test  ## run all GPU tests, rewrite tests/gpu_record.json
 	$(BIN)/python -m tools.gpu_tests
 
-wheel: $(VENV)/.test  ## dist/*.whl and dist/*.tar.gz
-	$(BIN)/python -m hatchling build
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.test  ## build/docs/index.html; a warning is an error
+	$(BIN)/mkdocs build --quiet
+
+plots: $(VENV)/.test  ## docs/img/*.png and the tables of the pages, from the committed rows
+	$(BIN)/python bench/plot.py
+	$(BIN)/python bench/table.py --write
+
+dist: $(VENV)/.test  ## wheel and sdist in dist/, each installed into an empty environment and tested there
+	$(BIN)/python -m tools.dist
 
 clean:
 	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

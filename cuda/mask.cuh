@@ -43,8 +43,9 @@ struct TileRange {
 
 // Scores (rows of a warp) x (block_n keys) in mma accumulator layout: of 16 rows and 8 keys, lane l
 // holds rows l / 4 and l / 4 + 8, keys 2 (l % 4) and the next. Keys outside a row's interval become
-// -inf, whatever they held.
-template <int kMTiles, int kNTiles>
+// -inf, whatever they held. With kBothEnds one comparison does for both ends of the interval;
+// without, one each: faster where there is no window to the left, but registers are held longer.
+template <bool kBothEnds, int kMTiles, int kNTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4],
                                             const KeyInterval& keys, int warp_row, int first_key,
                                             int lane) {
@@ -55,14 +56,24 @@ __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4],
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + 16 * mt + 8 * half + lane / 4;
       const int begin = keys.begin(row) - col;
-      const unsigned length = max(0, keys.end(row) - col - begin);
+      const int end = keys.end(row) - col;
+      if constexpr (kBothEnds) {
+        const unsigned length = max(0, end - begin);
 #pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
+        for (int i = 0; i < 2 * kNTiles; ++i) {
+          // A key before the interval is a huge unsigned number.
+          if (static_cast<unsigned>(i / 2 * 8 + i % 2 - begin) >= length)
+            s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
+        }
+      } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          // One comparison for both ends: a key before the interval is a huge unsigned number.
-          if (static_cast<unsigned>(8 * nt + e - begin) >= length)
-            s[mt][nt][2 * half + e] = kEmptyMax;
+        for (int i = 0; i < 2 * kNTiles; ++i) {
+          if (i / 2 * 8 + i % 2 >= end) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
+        }
+        if (keys.left < 0) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * kNTiles; ++i) {
+          if (i / 2 * 8 + i % 2 < begin) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
         }
       }
     }

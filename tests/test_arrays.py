@@ -37,7 +37,13 @@ def test_dtypes() -> None:
         "float16": 2,
         "bfloat16": 2,
         "float32": 4,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "int8": 1,
+        "uint8": 1,
         "int32": 4,
+        "int64": 8,
+        "bool": 1,
     }
     assert arrays.dtype_name("dtype", ml_dtypes.bfloat16) == "bfloat16"
     assert arrays.dtype_name("dtype", "float16") == "float16"
@@ -71,7 +77,9 @@ def test_bits_with_a_dtype() -> None:
     assert view("q", seen.array, "bfloat16").array is seen.array
     with pytest.raises(TypeError, match=r"q has dtype >u2: accepted is this machine's byte order"):
         view("q", bits.astype(">u2"), "bfloat16")
-    for wrong in (np.zeros(4, np.uint8), np.zeros(4, np.float16), np.zeros(4, np.int16)):
+    for eight in (np.zeros(4, np.uint8), np.zeros(4, np.int8)):  # of a cache
+        assert view("k_cache", eight, "bfloat16").array is eight
+    for wrong in (np.zeros(4, np.uint32), np.zeros(4, np.float16), np.zeros(4, np.int16)):
         with pytest.raises(TypeError, match=f"q has dtype {wrong.dtype}.*bfloat16, and uint16"):
             view("q", wrong, "bfloat16")
 
@@ -89,9 +97,17 @@ def test_dlpack_in_host_memory() -> None:
     assert seen.spec == view("v", x).spec
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("Unsupported dtype in DLTensor.")
+
+
 def test_dlpack_that_cannot_be_exchanged() -> None:
     with pytest.raises(TypeError, match=r"v \(Producer\) cannot be exchanged.*dtype="):
         view("v", Producer(np.zeros(3, BF16)))
+    unknown = Producer(np.zeros(3))
+    unknown.__class__ = type("Unknown", (Producer,), {"__dlpack__": _refuse})  # as NumPy: bfloat16
+    with pytest.raises(TypeError, match=r"v \(Unknown\) cannot be exchanged: Unsupported dtype"):
+        view("v", unknown)
     with pytest.raises(TypeError, match="v is on DLPack device type 10: accepted are 1"):
         view("v", Producer(np.zeros(3), device=10))
 

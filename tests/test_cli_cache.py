@@ -42,7 +42,7 @@ def test_compile_fills_the_cache_which_lists_and_clears(run: Any, folder: Path) 
 def test_a_kernel_that_does_not_compile_exits_with_1(
     run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_command, "_compile", lambda *_: iter([None, "line 7: error"]))
+    monkeypatch.setattr(compile_command, "compile_all", lambda *_: iter([None, "line 7: error"]))
     found = run("compile --arch sm_80 --all --json")
     assert found.code == 1 and found.facts["errors"] == ["line 7: error"]
 
@@ -50,7 +50,7 @@ def test_a_kernel_that_does_not_compile_exits_with_1(
 def test_a_cache_that_cannot_be_written_is_an_error(folder: Path) -> None:
     folder.write_text("a file, not a folder")
     problem = flags.problem(parser().parse_args(["plan", "--head-dim", "32"]))
-    launch = plan.plan(problem, H200).launches[0]
+    launch = plan.plan(problem, H200, "fwd_sm80").launches[0]
     with pytest.warns(RuntimeWarning, match="cannot write"):
         why = compile_command._compile_one("fwd_sm80", launch.config, "sm_80")
     assert why is not None and "cannot be written" in why
@@ -142,7 +142,10 @@ def test_selftest_refuses_a_backend_that_there_is_not(
 ) -> None:
     backend("fast")
     found = run("selftest --json")
-    assert found.code == 2 and "backend='fast': accepted are fwd_sm80" in found.facts["message"]
+    assert (
+        found.code == 2
+        and "backend='fast': accepted are fwd_sm90, fwd_sm80" in found.facts["message"]
+    )
 
 
 def test_selftest_finds_a_wrong_kernel(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

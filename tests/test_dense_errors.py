@@ -238,7 +238,7 @@ def test_outputs_lie_apart() -> None:
 
 @pytest.mark.parametrize("function", [np.sum, None, "flash_attn_func"])
 def test_prepare_takes_our_functions(function: Any) -> None:
-    message = "accepted are flash_attn_func and flash_attn_varlen_func"
+    message = "accepted are flash_attn_func, flash_attn_varlen_func, "
     refuses(rawattn.prepare, {"function": function, **dense()}, TypeError, message)
 
 

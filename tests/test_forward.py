@@ -15,8 +15,9 @@ import pytest
 
 from rawattn import arrays, forward, launch, registry
 from rawattn.arrays import View, contiguous
-from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
+from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.device import Device
+from rawattn.prepared import prepare
 from rawattn.problem import Unsupported
 from rawattn.request import Arrays
 
@@ -78,6 +79,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     )
     monkeypatch.setattr(launch, "_gpu", lambda: current)
     monkeypatch.setattr(launch, "load", lambda kernel, *_: launch.Function(kernel, None))
+    codec = launch.Codec(lambda described: bytes(launch.MAP_BYTES), lambda at, address: 0)
+    monkeypatch.setattr(launch, "codec", lambda: codec)
+    counters = types.SimpleNamespace(reserve=lambda count: None, address=lambda owner, count: 0)
+    monkeypatch.setattr(launch, "counters", lambda device: counters)
     monkeypatch.setattr(launch, "import_cupy", lambda: cupy)
     monkeypatch.setattr(Device, "current", lambda number: Device.named("H200"))
     monkeypatch.setattr(forward, "empty", lambda spec: View(at(OUT, *spec.shape), OUT, spec))
@@ -111,7 +116,7 @@ def test_dense(gpu: Gpu) -> None:
     assert (p.q_len, p.k_len, p.window_left, p.window_right, p.top_left) == (5, 7, 3, 0, 0)
     assert (p.scale_log2, p.softcap_log2, p.m_blocks) == (log2e(0.5), 0.0, 1)
     (only,) = gpu.launches
-    assert only.function == "fwd_sm80"
+    assert only.function == "fwd_sm90_self"
     assert (only.config.gridDimX, only.config.gridDimY, only.config.gridDimZ) == (8, 1, 1)
     assert int(only.config.hStream) == 7
 
@@ -183,7 +188,7 @@ def test_longest_query_bounds_the_grid(gpu: Gpu) -> None:
     q, k = at(Q, 1000, 4, 16), at(K, 70, 4, 16)
     tables = at(6 << 20, 4, dtype=np.int32), at(7 << 20, 4, dtype=np.int32)
     for bound, blocks in ((None, 8), (2000, 8), (128, 1), (129, 2)):
-        flash_attn_varlen_func(q, k, k, *tables, max_seqlen_q=bound)
+        flash_attn_varlen_func(q, k, k, *tables, max_seqlen_q=bound, backend="fwd_sm80")
         assert gpu.launches[-1].params.m_blocks == blocks
 
 
@@ -205,7 +210,7 @@ def test_copies_are_as_wide_as_all_rows_allow(
 ) -> None:
     q = at(address, 2, 5, 4, head_dim, strides=q_strides)
     k = at(K, 2, 7, 2, head_dim, strides=(512, 64, 32, 1))
-    plan = prepare(flash_attn_func, q, k, INPUTS[2])
+    plan = prepare(flash_attn_func, q, k, INPUTS[2], backend="fwd_sm80")
     assert plan.plan.problem.copy_bytes == width
     assert plan.plan.launches[0].config.narrow == (width < 16)  # type: ignore[attr-defined]
 
@@ -213,6 +218,29 @@ def test_copies_are_as_wide_as_all_rows_allow(
 def test_rows_of_a_new_output_are_as_wide_as_values() -> None:
     k, v = at(K, 2, 0, 2, 16), at(V, 2, 0, 2, 15)
     assert prepare(flash_attn_func, INPUTS[0], k, v).plan.problem.copy_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("k_strides", "padded", "tma"),
+    [
+        ((224, 32, 16, 1), False, True),
+        ((0, 32, 16, 1), False, True),  # the batch shares its keys
+        ((224, 0, 16, 1), False, True),
+        ((224, 0, 16, 1), True, False),  # sequences are no rows apart
+        ((228, 32, 16, 1), False, False),
+        ((232, 32, 16, 1), False, True),
+        ((232, 32, 16, 1), True, False),  # nor here
+        ((256, 32, 16, 1), True, True),
+    ],
+)
+def test_what_tensor_maps_can_describe(k_strides: Any, padded: bool, tma: bool) -> None:
+    q, k = at(Q, 2, 5, 4, 16), at(K, 2, 7, 2, 16, strides=k_strides)
+    if not padded:
+        assert prepare(flash_attn_func, q, k, INPUTS[2]).plan.problem.tma == tma
+        return
+    tables = {"cu_seqlens_q": at(6 << 20, 3, dtype="i"), "seqused_k": at(7 << 20, 2, dtype="i")}
+    prepared = prepare(flash_attn_varlen_func, at(Q, 50, 4, 16), k, INPUTS[2], **tables)
+    assert prepared.plan.problem.tma == tma
 
 
 def test_axes_of_one_element_have_any_stride() -> None:
@@ -323,7 +351,7 @@ def test_a_thread_without_a_context(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_launch_that_fails(gpu: Gpu) -> None:
     gpu.answers = [1]
-    with pytest.raises(RuntimeError, match=r"a launch of \(8, 128, \d+\) on device 0: 1"):
+    with pytest.raises(RuntimeError, match=r"a launch of Shape\(grid=8, .*\) on device 0: 1"):
         flash_attn_func(*INPUTS)
 
 
@@ -357,8 +385,8 @@ def test_params_begin_with_the_arrays_of_a_call() -> None:
 
 def test_params_are_filled_completely() -> None:
     plan = prepare(flash_attn_func, *INPUTS).plan
-    with pytest.raises(AssertionError, match=r"FwdParams: .*scale"):
-        launch.Template(plan, 0, {"batch": 2})
+    with pytest.raises(AssertionError, match=r"FwdSm90Params: .*scale"):
+        launch.Template(plan, 0, {"batch": 2}, dict.fromkeys(Arrays._fields))
 
 
 def test_new_outputs_are_described_as_they_are() -> None:

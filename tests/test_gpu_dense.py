@@ -14,8 +14,9 @@ import pytest
 
 import rawattn
 from rawattn import forward
-from rawattn.dense import flash_attn_func, flash_attn_varlen_func, prepare
+from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.device import Device
+from rawattn.prepared import prepare
 from rawattn.registry import all_configs
 from tests.gpu import DTYPES, Data, bits, data, same
 from tools import ledger
@@ -242,5 +243,5 @@ def test_what_no_backend_takes(cupy: Any) -> None:
 def test_the_compiler_of_this_machine_spills_nothing() -> None:
     """The ledger says so of one NVRTC; others, and even the same one elsewhere, have differed."""
     arch = Device.current().arch
-    rows = [ledger.measure(kernel, config, arch) for kernel, config in all_configs(arch)]
+    rows = [ledger.compiled(kernel, config, arch) for kernel, config in all_configs(arch)]
     assert not [row for row in rows if row.spills or row.warnings]

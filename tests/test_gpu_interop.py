@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.dense import flash_attn_func, prepare
+from rawattn.dense import flash_attn_func
+from rawattn.prepared import prepare
 from tests.gpu import DTYPES, Data, Foreign, data, hold, same
 
 pytestmark = pytest.mark.gpu

@@ -14,14 +14,20 @@ import pytest
 from rawattn.testing import Case, Op, Record, expected, public_op, run, tensors
 from rawattn.testing.cases import ALIBI, DATA, LAYOUTS, MEMORIES
 from rawattn.testing.closeness import bounds
-from tools import gpu_outputs
+from tools import gpu_bits, gpu_outputs
+from tools.cases import CASES
+from tools.cases.executors import emulated_op, on_emulator
 from tools.emulator import attention
+from tools.gpu_bits import GATHERS
 from tools.gpu_outputs import Output, Outputs
 
 WHY_NOT = gpu_outputs.why_not()
-OUTPUTS = gpu_outputs.load().outputs if WHY_NOT is None else ()
+RECORDED = gpu_outputs.load() if WHY_NOT is None else None
+OUTPUTS, BITS = (RECORDED.outputs, RECORDED.bits) if RECORDED else ((), ())
 
-EMULATOR = Op(name="emulator", call=functools.partial(attention.attention, seeds=1))
+EMULATOR = Op(
+    name="emulator", call=functools.partial(attention.attention, seeds=1, backend="fwd_sm80")
+)
 
 
 @pytest.mark.emulator
@@ -32,6 +38,18 @@ EMULATOR = Op(name="emulator", call=functools.partial(attention.attention, seeds
 )
 def test_emulator_gives_what_the_gpu_gave(output: Output, records: dict[str, Record]) -> None:
     gpu_outputs.hold(EMULATOR, output, records.setdefault("emulator beside GPU", Record()))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", (*CASES, *GATHERS))
+def test_emulator_gives_the_bits_that_the_gpu_gave(name: str) -> None:
+    """Where no approximate instruction has a part in it."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    recorded = [bits for bits in BITS if bits.name == name]
+    assert recorded, f"nothing was recorded of {name}"
+    for bits in recorded:
+        gpu_bits.hold(bits, on_emulator, emulated_op)
 
 
 def test_the_problems_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +71,23 @@ def test_the_problems_cover_what_they_should(monkeypatch: pytest.MonkeyPatch) ->
     windows = {(c.window[0] >= 0, c.window[1] >= 0) for c in cases}
     assert len(windows) == 4, "windows on no, one, another, both sides"
     assert any(c.softcap for c in cases) and any(c.scale == 0 for c in cases)
+
+
+def test_there_are_enough_problems_bit_for_bit() -> None:
+    assert len(set(gpu_bits.problems())) >= 200
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", ["merge 2 float32 to float32", "gather paged_v1 x-major same"])
+def test_other_bits_are_found(name: str) -> None:
+    bits = gpu_bits.bits_of(name, 1, on_emulator, emulated_op)
+    gpu_bits.hold(bits, on_emulator, emulated_op)
+    for changes, words in (
+        ({"outputs": ("0" * 16, *bits.outputs[1:])}, f"other bits than the GPU's: {name}, seed 1"),
+        ({"inputs": 1}, "the GPU had other inputs"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            gpu_bits.hold(dataclasses.replace(bits, **changes), on_emulator, emulated_op)
 
 
 # ---- the comparison itself -----------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import rawattn
-from rawattn import dense
 
 PACKAGE = Path(rawattn.__file__).parent
-FILES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("plan/*.py")])
+FOLDERS = (PACKAGE, PACKAGE / "plan", PACKAGE / "roofline")
+FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -92,6 +95,7 @@ def test_public_names_load() -> None:
         raise AssertionError("an unknown name must not load")
 
 
-def test_examples_in_docstrings() -> None:
-    found = doctest.testmod(dense)
-    assert found.attempted > 10 and found.failed == 0
+@pytest.mark.parametrize("name", ["dense", "kv_cache", "merge", "paged", "prepared"])
+def test_examples_in_docstrings(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"rawattn.{name}"))
+    assert found.attempted > 5 and found.failed == 0

@@ -25,7 +25,8 @@ class Executor:
 EXECUTORS = {
     "reference": Executor(op=lambda: public_op("numpy")),
     "emulator": Executor(op=emulator_op, share=0.25),
-    "cuda": Executor(op=lambda: public_op("cupy")),
+    "cuda": Executor(op=lambda: public_op("cupy")),  # what a GPU would run
+    "cuda fwd_sm80": Executor(op=lambda: public_op("cupy", "fwd_sm80")),  # what any runs
 }
 
 
@@ -35,6 +36,7 @@ EXECUTORS = {
         "reference",
         pytest.param("emulator", marks=pytest.mark.emulator),
         pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda fwd_sm80", marks=pytest.mark.gpu),
     ],
 )
 def executor(request: pytest.FixtureRequest) -> str:

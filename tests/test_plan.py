@@ -73,7 +73,7 @@ def test_every_query_tile_has_one_block(
         max_q=max_q,
         max_k=max_k,
     )
-    launch = launch_of(plan(problem, device))
+    launch = launch_of(plan(problem, device, "fwd_sm80"))
     scalars = dict(launch.scalars)
     m_blocks, pairs = scalars["m_blocks"], batch * problem.q_heads
     assert (m_blocks - 1) * launch.config.block_m < max_q <= m_blocks * launch.config.block_m
@@ -121,8 +121,8 @@ def test_the_kernel_walks_as_the_tests_think(
 
 @given(problem=plannable(), device=devices)
 def test_any_problem_is_planned_within_the_device(problem: Problem, device: Device) -> None:
-    made = plan(problem, device)
-    assert made == plan(replace(problem), replace(device)), "same problem, same plan"
+    made = plan(problem, device, "fwd_sm80")
+    assert made == plan(replace(problem), replace(device), "fwd_sm80"), "same problem, same plan"
     assert made.backend == "fwd_sm80"
     assert bool(made.launches) != problem.empty
     for launch in made.launches:
@@ -155,6 +155,7 @@ def test_every_bucket_dtype_and_feature_has_a_config(arch: str) -> None:
                     scores=Scores(softcap=softcap, alibi=alibi, sink=sink),
                 ),
                 device,
+                "fwd_sm80",
             )
         ).config
         for dtype in ("float16", "bfloat16")
@@ -176,11 +177,11 @@ def test_every_bucket_dtype_and_feature_has_a_config(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", registry.ARCHITECTURES)
 def test_configs_fit_every_device_of_their_architecture(arch: str) -> None:
-    found = [config for _, config in registry.all_configs(arch)]
+    found = [(kernel.name, config) for kernel, config in registry.all_configs(arch)]
     assert len(found) == len(set(found))
     for device in DEVICES.values():
         if device.arch == arch:
-            assert max(config.smem_bytes for config in found) <= device.smem_per_block
+            assert max(config.smem_bytes for _, config in found) <= device.smem_per_block
 
 
 # ---- golden plans: who changes one shows rows of the bench from before and after -----------------
@@ -199,7 +200,7 @@ RTX 4090 256 256: 64 x 32, 4 warps, 1 stages, 256 blocks
 def test_golden_plans(golden: str) -> None:
     name, head_dim, value_dim = golden[:8].strip(), int(golden[8:12]), int(golden[12:16])
     problem = replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
-    launch = launch_of(plan(problem, Device.named(name)))
+    launch = launch_of(plan(problem, Device.named(name), "fwd_sm80"))
     c = launch.config
     assert golden == (
         f"{name:8} {head_dim:3} {value_dim:3}: {c.block_m} x {c.block_n}, {c.warps} warps, "
@@ -214,7 +215,7 @@ def test_numpy_arrays_take_the_reference() -> None:
     made = plan(PROBLEM, Device.host())
     assert made.backend == "reference"
     assert made.launches == ()
-    assert made.why == ("fwd_sm80: needs CUDA arrays, found NumPy arrays",)
+    assert "fwd_sm80: needs CUDA arrays, found NumPy arrays" in made.why
 
 
 def test_unsupported_names_every_reason() -> None:
@@ -235,14 +236,14 @@ def test_a_forced_backend_is_taken_or_fails() -> None:
         plan(PROBLEM, H200, "reference")
     assert "reference: takes NumPy arrays" in str(caught.value)
     assert "fwd_sm80:" not in str(caught.value), "only the reason of the one that was asked for"
-    with pytest.raises(ValueError, match="backend='fa2': accepted are fwd_sm80, reference"):
+    with pytest.raises(ValueError, match=r"backend='fa2': accepted are .*fwd_sm80, reference"):
         plan(PROBLEM, H200, "fa2")
 
 
 @pytest.mark.parametrize("field", ["batch", "max_q", "value_dim"])
 def test_an_empty_problem_launches_nothing(field: str) -> None:
     made = plan(replace(PROBLEM, **{field: 0}), H200)
-    assert made.backend == "fwd_sm80"
+    assert made.backend.startswith("fwd_")
     assert made.launches == ()
 
 
@@ -252,4 +253,5 @@ def test_no_keys_still_launch() -> None:
 
 def test_the_mask_is_no_part_of_the_config() -> None:
     masks = (Mask(), Mask.of(True), Mask.of("top_left", (5, 5)))
-    assert len({launch_of(plan(replace(PROBLEM, mask=m), H200)).config for m in masks}) == 1
+    found = {launch_of(plan(replace(PROBLEM, mask=m), H200, "fwd_sm80")).config for m in masks}
+    assert len(found) == 1

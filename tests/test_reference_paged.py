@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from rawattn.problem import CacheLayout, Mask
 from rawattn.reference import attention
-from rawattn.reference_paged import gather_cache, paged_attention, write_cache
+from rawattn.reference_paged import (
+    dequantized,
+    gather_cache,
+    paged_attention,
+    quantized,
+    rotated,
+    slots_of,
+    tree_seen,
+    write_cache,
+)
 
 Array = np.ndarray[Any, Any]
 NOWHERE = 2_147_480_000  # a page id past every cache
@@ -170,3 +180,77 @@ def test_caches_with_room_between_blocks(layout: CacheLayout) -> None:
         k_room[::2], v_room[::2], layout=layout, block_table=[[0, 1, 2]], seqused_k=[6]
     )
     assert np.array_equal(got[0][slots], k) and np.array_equal(got[1][slots], v)
+
+
+def test_pairs_are_turned_as_complex_numbers() -> None:
+    rng = np.random.default_rng(0)
+    x, angles = rng.standard_normal((5, 2, 10)).astype(np.float32), rng.uniform(0, 6, (7, 3))
+    positions = np.array([6, 0, 3, 3, 1])
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    turn = np.exp(1j * angles)[positions, None]
+    for interleaved, real, imaginary in (
+        (True, np.s_[..., 0:6:2], np.s_[..., 1:6:2]),
+        (False, np.s_[..., 0:3], np.s_[..., 3:6]),
+    ):
+        got = rotated(x, cos, sin, positions, interleaved=interleaved)
+        want = (x[real] + 1j * x[imaginary]) * turn
+        assert np.allclose(got[real] + 1j * got[imaginary], want, atol=1e-6)
+        assert np.array_equal(got[..., 6:], x[..., 6:]) and got.dtype == np.float32
+
+
+def test_8_bit_values() -> None:
+    """Rounded to the nearest, ties to even, saturated; multiplied by the scale of their head."""
+    x = np.array([[[0.0, 0.26, -9.0, 1e6]], [[-1e6, 1.25, 1.75, np.nan]]], np.float32)
+    got = quantized(x, 0.5, np.dtype(np.int8))[:, 0]
+    assert got[0].tolist() == [0, 1, -18, 127] and got[1, :3].tolist() == [-128, 2, 4]
+    for name, largest in (("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)):
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        got = quantized(x, 0.5, dtype).astype(np.float32)[:, 0]
+        middle = -18.0 if name == "float8_e4m3fn" else -16.0  # 2 bits: -16 and -20 tie
+        assert got[0].tolist() == [0, 0.5, middle, largest]
+        assert got[1, 0] == -largest and np.isnan(got[1, 3])
+    scales = np.array([0.5, 2.0], np.float32)
+    stored = np.array([[[3, -4], [3, -4]]], np.int8)
+    assert dequantized(stored, scales).tolist() == [[[1.5, -2.0], [6.0, -8.0]]]
+    wide = np.ones((1, 2, 2), np.float16)
+    assert dequantized(wide, scales) is wide
+    assert quantized(wide, scales, np.dtype(np.float16)).tolist() == wide.tolist()
+
+
+@pytest.mark.parametrize("k_len", [0, 2, 3, 7])
+def test_drafts_see_their_branch(k_len: int) -> None:
+    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    seen = tree_seen(mask, 3, k_len)
+    assert seen.shape == (1, 3, k_len)
+    for row in range(3):
+        for key in range(k_len):
+            draft = key - (k_len - 3)
+            assert seen[0, row, key] == (draft < 0 or mask[row, draft])
+
+
+def test_scales_of_sequences_and_heads() -> None:
+    cache = np.arange(16, dtype=np.int8).reshape(4, 1, 2, 2)  # 4 pages of a token, 2 heads
+    scales = np.array([[1, 10], [100, 1000]], np.float32)
+    table, lengths = np.array([[3, -1], [0, 2]]), np.array([1, 2])
+    k, v, starts = gather_cache(
+        cache,
+        cache,
+        layout=CacheLayout.NHD,
+        block_table=table,
+        seqused_k=lengths,
+        k_scale=scales,
+        v_scale=2.0,
+    )
+    assert starts.tolist() == [0, 1, 3]
+    assert k.tolist() == [
+        [[12, 13], [140, 150]],
+        [[0, 100], [2000, 3000]],
+        [[800, 900], [10000, 11000]],
+    ]
+    assert v[0].tolist() == [[24, 26], [28, 30]]
+
+
+def test_slots_of_positions() -> None:
+    table = np.array([[7, 2, -1], [0, 5, 9]], np.int32)
+    found = slots_of(table, [0, 0, 1, 1], [0, 7, 4, 11], 4)
+    assert found.tolist() == [28, 11, 20, 39] and found.dtype == np.int64

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn import roofline
+from rawattn.cache_problem import (
+    CopyBlocksProblem,
+    KvWriteProblem,
+    MergeProblem,
+    RotaryProblem,
+)
 from rawattn.device import Device
-from rawattn.problem import Mask, Problem
+from rawattn.paged_problem import PagedProblem
+from rawattn.problem import CacheLayout, Mask, Problem
 
 masks = st.builds(Mask, left=st.integers(-1, 12), right=st.integers(-1, 12), top_left=st.booleans())
 lengths = st.tuples(st.integers(0, 12), st.integers(0, 12))
@@ -78,6 +85,68 @@ def test_the_convention_of_published_figures() -> None:
     causal = replace(square, mask=Mask.of(causal=True))
     assert roofline.convention_flops(causal) == 2 * 16 * 4096 * 4096 * 128
     assert roofline.work(causal).flops * 4096 == roofline.convention_flops(causal) * 4097
+
+
+def paged(**fields: object) -> PagedProblem:
+    defaults = PagedProblem(
+        dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+        batch=3,
+        q_heads=8,
+        kv_heads=2,
+        head_dim=64,
+        value_dim=32,
+        max_q=2,
+        max_k=100,
+        page=16,
+        layout=CacheLayout.NHD,
+        mask=Mask.of(causal=True),
+    )
+    return replace(defaults, **fields)
+
+
+def test_a_paged_cache_counts_in_its_own_type() -> None:
+    seen = [(2, 7), (1, 0), (1, 100)]
+    found = roofline.work(paged(), seen)
+    assert found.flops == 2 * 8 * 96 * (6 + 7 + 0 + 100)
+    keys, queries, rows = 107, 3, 4
+    assert found.bytes == keys * 2 * 96 * 1 + (queries * 8 * 64 + rows * 8 * 32) * 2
+    wide = roofline.work(paged(cache_dtype="bfloat16"), seen)
+    assert wide.bytes - found.bytes == keys * 2 * 96
+    h200 = Device.named("H200")
+    assert roofline.limit(paged(), h200).compute_seconds == pytest.approx(
+        roofline.work(paged()).flops / 989.4e12  # q is bf16, and so are the products
+    )
+
+
+def test_causal_queries_at_the_end_of_a_long_cache_see_nearly_all_of_it() -> None:
+    one = paged(max_q=1)
+    assert roofline.convention_flops(one) == 3 * 8 * 1 * 199 * 96
+    exact = roofline.work(replace(one, max_k=100)).flops
+    assert roofline.convention_flops(one) == pytest.approx(exact, rel=0.01)
+
+
+def test_moving_has_bytes_alone() -> None:
+    write = KvWriteProblem(
+        dtype="bfloat16",
+        cache_dtype="float8_e5m2",
+        tokens=10,
+        kv_heads=2,
+        head_dim=64,
+        value_dim=32,
+        layout=CacheLayout.HND,
+    )
+    assert roofline.work(write) == roofline.Work(flops=0, bytes=10 * 2 * 96 * 3)
+    merge = MergeProblem(
+        dtype="float32", out_dtype="float16", states=3, tokens=5, heads=4, head_dim=8
+    )
+    assert roofline.work(merge).bytes == 20 * (3 * (32 + 4) + 16 + 4)
+    copy = CopyBlocksProblem(caches=2, pairs=3, block_bytes=100)
+    assert roofline.work(copy).bytes == 2 * 2 * 3 * 100
+    turn = RotaryProblem(dtype="float32", tokens=2, heads=3, head_dim=8)
+    assert roofline.work(turn).bytes == 2 * 2 * 3 * 8 * 4
+    limit = roofline.limit(merge, Device.named("A100"))
+    assert (limit.bound, roofline.convention_flops(merge)) == ("memory", 0)
 
 
 def test_the_limit_names_what_binds() -> None:

@@ -150,7 +150,7 @@ def files() -> Iterator[Path]:
         check=True,
     )
     for name in sorted(listed.stdout.splitlines()):
-        if Path(name).suffix not in (".png", ".bin") and (ROOT / name).is_file():
+        if Path(name).suffix not in (".png", ".bin", ".npz") and (ROOT / name).is_file():
             yield Path(name)
 
 

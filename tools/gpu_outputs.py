@@ -4,7 +4,7 @@ it.
 
 `python -m tools.gpu_tests --outputs` records. The file holds the cases themselves, a checksum of
 the inputs that each makes, and a part of out and lse: of a large array every n-th element, where n
-leaves out no column.
+leaves out no column. Of kernels without approximate instructions it holds digests (`gpu_bits`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from rawattn.testing import Case, Limits, Op, Record, Tensors, assert_close, exp
 from rawattn.testing.closeness import assert_within, bounds
 from rawattn.testing.inputs import Array, Results
 from rawattn.testing.strategies import problems
+from tools.gpu_bits import Bits
 from tools.gpu_tests import ROOT, sources_digest
 
 FILE = ROOT / "tests" / "gpu_outputs.npz"
 # Results depend on these and on the kernels. How plans are launched does not count: the file would
 # be out of date more often.
-CODE = ("plan", "registry")
+CODE = ("plan", "registry", "cache_configs")
 OUT_ELEMENTS, LSE_ELEMENTS = 1024, 256  # of a problem, at most: the file stays below a megabyte
 
 # ---- the problems --------------------------------------------------------------------------------
@@ -136,11 +137,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The outputs of one GPU; `sources` is the digest of what ran."""
+    """The outputs of one GPU; `sources` is the digest of what ran. `bits` are those of kernels
+    without approximate instructions.
+    """
 
     gpu: str
     sources: str
     outputs: tuple[Output, ...]
+    bits: tuple[Bits, ...] = ()
 
 
 def checksum(t: Tensors) -> int:
@@ -216,7 +220,10 @@ def save(outputs: Outputs, path: Path = FILE) -> None:
         {**dataclasses.asdict(o.case), "inputs": o.inputs, "sizes": (len(o.out), len(o.lse))}
         for o in outputs.outputs
     ]
-    about = json.dumps({"gpu": outputs.gpu, "sources": outputs.sources, "cases": rows})
+    bits = [dataclasses.astuple(b) for b in outputs.bits]
+    about = json.dumps(
+        {"gpu": outputs.gpu, "sources": outputs.sources, "cases": rows, "bits": bits}
+    )
     np.savez_compressed(
         path,
         about=np.frombuffer(about.encode(), np.uint8),
@@ -242,7 +249,11 @@ def load(path: Path = FILE) -> Outputs:
             )
         )
         first = last
-    return Outputs(gpu=about["gpu"], sources=about["sources"], outputs=tuple(outputs))
+    bits = tuple(
+        Bits(name=name, seed=seed, inputs=inputs, outputs=tuple(digests))
+        for name, seed, inputs, digests in about["bits"]
+    )
+    return Outputs(gpu=about["gpu"], sources=about["sources"], outputs=tuple(outputs), bits=bits)
 
 
 def why_not(path: Path = FILE) -> str | None:

@@ -8,10 +8,16 @@ array is one past the end of an allocation.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 from rawattn.device import import_cupy
 from rawattn.testing import Case, law_matches_reference, public_op
+from rawattn.testing.paged_cases import PagedCase
+from rawattn.testing.paged_laws import law_paged_matches_reference, paged_op
+from tools.cases import CASES as KERNEL_CASES
+from tools.cases.checks import check
+from tools.cases.executors import on_gpu
 
 BUCKETS = ((32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 CASES = (
@@ -32,6 +38,33 @@ CASES = (
     Case(q_lens=(65,), k_lens=(65,), head_dim=72, value_dim=80, q_heads=2, memory="unaligned"),
     Case(q_lens=(64,), k_lens=(0,), sink=True),
 )
+FORWARD_BACKENDS = ("fwd_sm80", None)  # what any GPU runs, and what this one would
+KERNEL_SEEDS = range(3)  # of each of tools.cases.CASES
+
+DECODE = PagedCase(q_lens=(1, 1, 1), k_lens=(700, 0, 33), q_heads=4, kv_heads=2, head_dim=128)
+X_MAJOR = dataclasses.replace(DECODE, layout="x-major")
+PAGED_CASES = (
+    *(
+        (backend, dataclasses.replace(X_MAJOR, **changes))
+        for backend in ("paged_v1", "paged_v2")
+        for changes in (
+            {},
+            {"page": 5, "value_dim": 13, "head_dim": 40, "alibi": True, "sink": True},
+            {"cache_dtype": "float8_e4m3fn", "scales": "heads", "page": 32, "softcap": 20.0},
+        )
+    ),
+    *(
+        ("decode_split", dataclasses.replace(DECODE, value_dim=128, **changes))
+        for changes in (
+            {},
+            {"page": 5, "window": (300, 0)},
+            {"layout": "x-major", "table": "csr"},
+            {"layout": "HND", "cache_dtype": "float8_e4m3fn", "dtype": "float16"},
+            {"q_lens": (4, 4, 4), "k_lens": (700, 4, 33), "causal": True, "split": 64},
+            {"k_lens": (700, 3, 33), "new": 1, "rotary": "halves", "memory": "gaps"},
+        )
+    ),
+)
 
 
 def main() -> int:
@@ -42,10 +75,21 @@ def main() -> int:
         print(f"tools.sanitizer_cases: {error}", file=sys.stderr)
         return 1
     cupy.cuda.set_allocator(None)
-    op = public_op("cupy")
-    for case in CASES:
-        law_matches_reference(op, case)
-    print(f"{len(CASES)} cases ran")
+    for backend in FORWARD_BACKENDS:
+        for case in CASES:
+            law_matches_reference(public_op("cupy", backend), case)
+    for make in KERNEL_CASES.values():
+        for seed in KERNEL_SEEDS:
+            kernel_case = make(seed)
+            check(kernel_case, on_gpu(kernel_case))
+    for backend, paged_case in PAGED_CASES:
+        law_paged_matches_reference(paged_op("cupy", backend), paged_case)
+    ran = (
+        len(FORWARD_BACKENDS) * len(CASES)
+        + len(KERNEL_CASES) * len(KERNEL_SEEDS)
+        + len(PAGED_CASES)
+    )
+    print(f"{ran} cases ran")
     return 0
 
 

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of the Hopper forward kernels: which Config a problem gets, how many blocks, what is
+refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rawattn import registry
+from rawattn.device import Device
+from rawattn.plan import Launch, configs, fwd_sm90, plan
+from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC
+from rawattn.problem import Mask, Problem, Rows, Scores
+from rawattn.testing.strategies import plannable
+
+H200 = Device.named("H200")
+PROBLEM = Problem(
+    dtype="bfloat16",
+    batch=2,
+    q_heads=16,
+    kv_heads=4,
+    head_dim=128,
+    value_dim=128,
+    max_q=4096,
+    max_k=4096,
+)
+CAUSAL = Mask.of(True)
+
+
+def launch_of(problem: Problem, device: Device = H200) -> Launch:
+    (launch,) = plan(problem, device, "fwd_sm90").launches
+    return launch
+
+
+@given(problem=plannable())
+def test_any_problem_is_planned_within_the_device(problem: Problem) -> None:
+    reason = fwd_sm90.refuses(problem, H200)
+    if problem.empty or reason:
+        assert reason is None or any(word in reason for word in ("strides", "no keys", "tiles"))
+        return
+    launch = launch_of(problem)
+    config = launch.config
+    assert config in set(configs(launch.kernel, "sm_90a")), "a config that nobody compiles"
+    assert config.smem_bytes * config.blocks_per_sm <= H200.smem_per_block
+    assert config.head_dim >= problem.head_dim and config.value_dim >= problem.value_dim
+    assert config.scores or not (problem.scores.softcap or problem.scores.alibi)
+    assert 1 <= dict(launch.scalars)["head_group"] <= problem.batch * problem.q_heads
+    packed = {wanted.field for wanted in launch.maps if wanted.ragged}
+    assert ("out_map" in packed) == (problem.q_rows is not Rows.DENSE)
+    assert ("v_map" in packed) == (problem.k_rows is not Rows.DENSE)
+    for wanted in launch.maps:
+        assert wanted.box[0] * 2 == wanted.swizzle
+
+
+@given(
+    q_len=st.integers(1, 3000),
+    k_len=st.integers(1, 9000),
+    pairs=st.integers(1, 40),
+    head_dim=st.sampled_from((64, 96, 128, 192, 256)),
+    causal=st.booleans(),
+)
+def test_blocks_share_all_query_tiles(
+    q_len: int, k_len: int, pairs: int, head_dim: int, causal: bool
+) -> None:
+    problem = replace(
+        PROBLEM, batch=1, q_heads=pairs, kv_heads=pairs, head_dim=head_dim, value_dim=head_dim
+    )
+    mask = CAUSAL if causal else Mask()
+    launch = launch_of(replace(problem, max_q=q_len, max_k=k_len, mask=mask))
+    scalars, rows = dict(launch.scalars), launch.config.block_m
+    assert (scalars["m_blocks"] - 1) * rows < q_len <= scalars["m_blocks"] * rows
+    tiles = scalars["m_blocks"] * pairs
+    assert launch.grid == (tiles if launch.kernel == "fwd_sm90_self" else min(tiles, H200.sms))
+
+
+def test_every_config_is_reached() -> None:
+    chosen: dict[str, set[registry.Config]] = {"fwd_sm90": set(), "fwd_sm90_self": set()}
+    for dtype in ("float16", "bfloat16"):
+        for d, dv in ((64, 64), (72, 96), (128, 128), (192, 128), (160, 160), (256, 200)):
+            for length in (512, 1024, 2048, 4096, 8192, 16384):
+                for mask in (Mask(), CAUSAL):
+                    for softcap in (False, True):
+                        launch = launch_of(
+                            replace(
+                                PROBLEM,
+                                dtype=dtype,
+                                head_dim=d,
+                                value_dim=dv,
+                                max_q=length,
+                                max_k=length,
+                                mask=mask,
+                                scores=Scores(softcap=softcap),
+                            )
+                        )
+                        chosen[launch.kernel].add(launch.config)
+    for kernel, found in chosen.items():
+        assert found == set(configs(kernel, "sm_90a")), "a config that no problem reaches"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_a_wide_window_gets_the_config_of_none(head_dim: int) -> None:
+    """And so its bits."""
+    problem = replace(PROBLEM, head_dim=head_dim, value_dim=head_dim)
+    for window in ((4095, 4095), (-1, 4095), (5000, -1)):
+        assert launch_of(replace(problem, mask=Mask.of(False, window))) == launch_of(problem)
+
+
+# ---- golden plans: who changes one shows rows of the bench from before and after -----------------
+
+GOLDEN = """
+full     512  64: 64 x 128 self, static, groups of 16
+full    4096  64: 192 x 128, static, groups of 1
+full   16384  64: 192 x 128, static, groups of 1
+full     512  96: 128 x 128, static, groups of 1
+full    4096  96: 192 x 96, static, groups of 1
+full   16384  96: 192 x 96, static, groups of 1
+full     512 128: 128 x 128, static, groups of 1
+full    4096 128: 128 x 160, static, groups of 1
+full   16384 128: 128 x 160, static, groups of 4
+full     512 256: 128 x 80, dynamic, groups of 1
+full    4096 256: 128 x 80, dynamic, groups of 1
+full   16384 256: 128 x 80, dynamic, groups of 1
+causal   512  64: 64 x 128 self, dynamic, groups of 32
+causal  4096  64: 64 x 128 self, dynamic, groups of 32
+causal 16384  64: 192 x 128, dynamic, groups of 32
+causal   512  96: 128 x 128, dynamic, groups of 32
+causal  4096  96: 128 x 128, dynamic, groups of 32
+causal 16384  96: 128 x 128, dynamic, groups of 21
+causal   512 128: 128 x 128, dynamic, groups of 32
+causal  4096 128: 128 x 128, dynamic, groups of 32
+causal 16384 128: 128 x 128, dynamic, groups of 16
+causal   512 256: 128 x 80, dynamic, groups of 8
+causal  4096 256: 128 x 80, dynamic, groups of 32
+causal 16384 256: 128 x 80, dynamic, groups of 8
+"""
+
+
+@pytest.mark.parametrize("golden", GOLDEN.strip().splitlines())
+def test_golden_plans(golden: str) -> None:
+    mask, length, head_dim = golden[:6].strip(), int(golden[6:12]), int(golden[12:16])
+    problem = replace(
+        PROBLEM,
+        batch=16384 // length,
+        q_heads=2048 // head_dim,
+        kv_heads=2048 // head_dim,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        max_q=length,
+        max_k=length,
+        mask=CAUSAL if mask == "causal" else Mask(),
+    )
+    launch = launch_of(problem)
+    c, scalars = launch.config, dict(launch.scalars)
+    order = {STATIC: "static", DYNAMIC: "dynamic"}[scalars["schedule"]]
+    shape = f"{c.block_m} x {c.block_n}" + (" self" if isinstance(c, type(SELF)) else "")
+    group = scalars["head_group"]
+    assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}"
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "dtype float32: takes float16 and bfloat16"),
+        ({"head_dim": 264}, "head_dim=264, value_dim=128: takes up to 256"),
+        ({"copy_bytes": 4}, "strides"),
+        ({"tma": False}, "strides"),
+        ({"max_k": 0}, "no keys"),
+        ({"max_q": 2**30 + 1}, "takes up to 1073741824"),
+        ({"batch": 2**24, "q_heads": 64}, "query tiles: takes up to 1073741824"),
+    ],
+)
+def test_refusals(changes: dict[str, object], reason: str) -> None:
+    problem = replace(PROBLEM, **changes)  # type: ignore[arg-type]
+    assert reason in (fwd_sm90.refuses(problem, H200) or "")
+    assert "needs sm_90a, found sm_80" in (fwd_sm90.refuses(PROBLEM, Device.named("A100")) or "")
