@@ -11,6 +11,7 @@ import itertools
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,18 @@ from rawattn.testing.cases import NOTHING, Case, Limits
 from rawattn.testing.closeness import assert_close, assert_same
 from rawattn.testing.inputs import Array, Results, Tensors, tensors
 from rawattn.testing.ops import Op, expected, run
+
+
+def hold(check: Callable[[Any, Any], None], op: Any, case: Any) -> None:
+    """Holds an op to a check on a case; a failure says how to repeat it."""
+    op.record.examples += 1
+    try:
+        check(op, case)
+    except AssertionError as error:
+        repro = f"{check.__name__}({op.name}, {case!r})"
+        if op.imports:
+            repro = f'python -c "{op.imports}; {repro}"'
+        raise AssertionError(f"{check.__name__} on {op.name}: {error}\n  {repro}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +65,7 @@ class Law:
         return None
 
     def __call__(self, op: Op, case: Case) -> None:
-        op.record.examples += 1
-        try:
-            self.check(op, case)
-        except AssertionError as error:
-            repro = f"{self.name}({op.name}, {case!r})"
-            if op.imports:
-                repro = f'python -c "{op.imports}; {repro}"'
-            raise AssertionError(f"{self.name} on {op.name}: {error}\n  {repro}") from error
+        hold(self.check, op, case)
 
 
 def law(limits: Limits, needs: Limits = NOTHING) -> Callable[[Callable[[Op, Case], None]], Law]:

@@ -14,6 +14,7 @@ import numpy as np
 from rawattn import reference
 from rawattn.testing.closeness import Record, assert_same, assert_within, bounds
 from rawattn.testing.inputs import Results
+from rawattn.testing.laws import hold
 from rawattn.testing.ops import expected
 from rawattn.testing.paged_cases import LAYOUTS, PagedCase, PagedLimits
 from rawattn.testing.paged_inputs import NOWHERE, PagedTensors, paged_tensors, spread
@@ -64,14 +65,7 @@ class PagedLaw:
         return None
 
     def __call__(self, op: PagedOp, case: PagedCase) -> None:
-        op.record.examples += 1
-        try:
-            self.check(op, case)
-        except AssertionError as error:
-            repro = f"{self.name}({op.name}, {case!r})"
-            if op.imports:
-                repro = f'python -c "{op.imports}; {repro}"'
-            raise AssertionError(f"{self.name} on {op.name}: {error}\n  {repro}") from error
+        hold(self.check, op, case)
 
 
 def law(limits: PagedLimits = PagedLimits()) -> Callable[..., PagedLaw]:  # noqa: B008  frozen
