@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis profiles, the skip of GPU tests, and the record of what the laws saw (also across
-xdist workers).
+"""Hypothesis profiles, CuPy, the skip of GPU tests, and the record of what the laws saw (across
+xdist workers, too).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
 @pytest.fixture(scope="session")

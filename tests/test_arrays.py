@@ -210,11 +210,6 @@ def test_new_arrays_are_contiguous() -> None:
 # ---- CuPy arrays, at addresses that nobody reads ----
 
 
-@pytest.fixture
-def cupy() -> Any:
-    return pytest.importorskip("cupy", reason="CuPy is not installed")
-
-
 def at(cupy: Any, address: int, shape: tuple[int, ...], dtype: Any, device: int = 0) -> Any:
     memory = cupy.cuda.UnownedMemory(address, 1 << 20, None, device)
     return cupy.ndarray(shape, np.dtype(dtype), cupy.cuda.MemoryPointer(memory, 0))

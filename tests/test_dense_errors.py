@@ -14,11 +14,9 @@ import rawattn
 from rawattn import forward, host
 from rawattn.device import Device
 from rawattn.plan import BACKENDS
+from tests.refusals import F16, F32, TYPE, VALUE, Bad, name_of, refuses, zeros
 
-F32 = np.float32
-F16 = np.float16
 SWAPPED = np.dtype(F32).newbyteorder()
-VALUE, TYPE = ValueError, TypeError
 
 
 def dense(**changes: Any) -> dict[str, Any]:
@@ -41,10 +39,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "run", run)
 
 
-def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
-    return np.zeros(shape, dtype)
-
-
 def overlapping(*shape: int) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(zeros(999), shape, (256, 256, 64, 4))
 
@@ -56,7 +50,7 @@ def read_only(*shape: int) -> np.ndarray:
 
 
 SIGNED = "accepted are 0 and numbers of either sign from 1e-18 to 1e+18"
-BAD_DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD_DENSE: Bad = [
     # kinds and dtypes
     ({"q": np.ma.zeros((2, 5, 4, 16), F32)}, TYPE, "q is a masked array: accepted are arrays"),
     ({"out": np.ma.zeros((2, 5, 4, 16), F32)}, TYPE, "out is a masked array: accepted are arrays"),
@@ -138,7 +132,7 @@ BAD_DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"plan": "fast"}, TYPE, "plan='fast': accepted is what rawattn.prepare returns"),
 ]
 
-BAD_VARLEN: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD_VARLEN: Bad = [
     ({"cu_seqlens_q": None}, TYPE, "cu_seqlens_q is None: accepted is an int32 array"),
     ({"cu_seqlens_q": [0, 2, 5]}, TYPE, "cu_seqlens_q is a builtins.list: accepted are arrays"),
     ({"cu_seqlens_q": np.int64([0, 2, 5])}, TYPE, "cu_seqlens_q has dtype int64: accepted is"),
@@ -159,17 +153,6 @@ BAD_VARLEN: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse": zeros(5, 4)}, VALUE, "lse has shape (5, 4): accepted is (4, 5)"),
     ({"alibi_slopes": zeros(1, 4)}, VALUE, "alibi_slopes has shape (1, 4): accepted is (2, 4)"),
 ]
-
-
-def refuses(function: Any, call: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        function(**call)
-    assert type(caught.value) is error
-    assert message in str(caught.value)
-
-
-def name_of(case: Any) -> str:
-    return ",".join(case) if isinstance(case, dict) else ""
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_DENSE, ids=name_of)
@@ -254,11 +237,6 @@ def test_arguments_are_keywords() -> None:
 
 
 # ---- CUDA arrays, at addresses that nobody reads ----
-
-
-@pytest.fixture
-def cupy() -> Any:
-    return pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
 def on_gpu(cupy: Any, *shape: int, dtype: Any = np.float16, number: int = 0) -> Any:

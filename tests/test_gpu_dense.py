@@ -5,7 +5,6 @@ has to give its bits."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +21,6 @@ from tests.gpu import DTYPES, Data, bits, data, same
 from tools import ledger
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def cupy() -> Any:
-    return importlib.import_module("cupy")
 
 
 @pytest.fixture(params=DTYPES, ids=["fp16", "bf16"])

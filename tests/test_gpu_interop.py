@@ -18,11 +18,6 @@ from tests.gpu import DTYPES, Data, Foreign, data, hold, same
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def cupy() -> Any:
-    return importlib.import_module("cupy")
-
-
 @pytest.fixture(params=DTYPES, ids=["fp16", "bf16"])
 def case(cupy: Any, request: pytest.FixtureRequest) -> Data:
     return data(cupy, request.param)

@@ -4,7 +4,6 @@ lengths. That the numbers are right is what the laws show (`test_paged_laws.py`)
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +21,6 @@ from tests.gpu import same
 pytestmark = pytest.mark.gpu
 BF16 = np.dtype(ml_dtypes.bfloat16)
 BACKENDS = ("decode_split", "paged_v2", "paged_v1")
-
-
-@pytest.fixture
-def cupy() -> Any:
-    return importlib.import_module("cupy")
 
 
 @pytest.fixture

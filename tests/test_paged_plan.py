@@ -17,23 +17,12 @@ from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.paged import BACKENDS, plan
 from rawattn.problem import CacheLayout, Unsupported
+from tests.problems import decode_problem
 from tools.emulator.api import emulated
 
 pytest_plugins = ("tests.cli",)
 H200 = Device.named("H200")
-DECODE = PagedProblem(
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    batch=32,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    value_dim=128,
-    max_q=1,
-    max_k=4096,
-    page=16,
-    layout=CacheLayout.X_MAJOR,
-)
+DECODE = decode_problem(layout=CacheLayout.X_MAJOR)
 
 
 def test_the_first_that_takes_it() -> None:

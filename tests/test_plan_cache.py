@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rawattn.cache_problem import CopyBlocksProblem, KvWriteProblem, MergeProblem, RotaryProblem
 from rawattn.device import DEVICES, Device
-from rawattn.paged_problem import PagedProblem
 from rawattn.plan import configs, kv_write, merge, paged_v1, paged_v2
 from rawattn.problem import CacheLayout, Rows, Unsupported
+from tests.problems import decode_problem
 
 H200, HOST = Device.named("H200"), Device.host()
 WRITE = KvWriteProblem(
@@ -29,19 +29,7 @@ WRITE = KvWriteProblem(
 MERGE = MergeProblem(
     dtype="bfloat16", out_dtype="bfloat16", states=2, tokens=512, heads=32, head_dim=128
 )
-DECODE = PagedProblem(
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    batch=8,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    value_dim=128,
-    max_q=1,
-    max_k=4096,
-    page=16,
-    layout=CacheLayout.X_MAJOR,
-)
+DECODE = decode_problem(batch=8, layout=CacheLayout.X_MAJOR)
 
 
 @given(

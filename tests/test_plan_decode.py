@@ -13,22 +13,10 @@ from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
 from rawattn.problem import CacheLayout, Mask, Scores
+from tests.problems import decode_problem
 
 H200 = Device.named("H200")
-DECODE = PagedProblem(
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    batch=32,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    value_dim=128,
-    max_q=1,
-    max_k=4096,
-    page=16,
-    layout=CacheLayout.NHD,
-    mask=Mask(right=0),
-)
+DECODE = decode_problem(mask=Mask(right=0))
 
 
 def _with(**changes: object) -> PagedProblem:

@@ -17,6 +17,7 @@ from rawattn.cache_problem import (
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.problem import CacheLayout, Mask, Problem
+from tests.problems import decode_problem
 
 masks = st.builds(Mask, left=st.integers(-1, 12), right=st.integers(-1, 12), top_left=st.booleans())
 lengths = st.tuples(st.integers(0, 12), st.integers(0, 12))
@@ -88,21 +89,9 @@ def test_the_convention_of_published_figures() -> None:
 
 
 def paged(**fields: object) -> PagedProblem:
-    defaults = PagedProblem(
-        dtype="bfloat16",
-        cache_dtype="float8_e4m3fn",
-        batch=3,
-        q_heads=8,
-        kv_heads=2,
-        head_dim=64,
-        value_dim=32,
-        max_q=2,
-        max_k=100,
-        page=16,
-        layout=CacheLayout.NHD,
-        mask=Mask.of(causal=True),
-    )
-    return replace(defaults, **fields)
+    small = {"batch": 3, "q_heads": 8, "kv_heads": 2, "head_dim": 64, "value_dim": 32}
+    small |= {"max_q": 2, "max_k": 100, "mask": Mask.of(causal=True)}
+    return decode_problem(**{**small, "cache_dtype": "float8_e4m3fn", **fields})
 
 
 def test_a_paged_cache_counts_in_its_own_type() -> None:
