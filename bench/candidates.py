@@ -82,7 +82,8 @@ def twin_candidates(backend: str, case: Case, tensors: Tensors) -> list[Candidat
     def add(form: str, tensors: Tensors, **changes: Any) -> None:
         twin = replace(case, problem=replace(p, **changes))
         made = prepared_candidate(backend, twin, tensors)
-        found.append(replace(made, backend=f"{backend} ({form})"))
+        named = replace(made, backend=f"{backend} ({form})", problem=twin.problem)
+        found.append(named)
 
     if t.starts is not None:
         add("dense", replace(t, starts=None), q_rows=Rows.DENSE, k_rows=Rows.DENSE)
@@ -127,12 +128,14 @@ def peer_candidates(
     found = []
     for name in names:
         try:
-            run = peers.PEERS[name](case.problem, tensors)
+            made = peers.PEERS[name](case.problem, tensors)
         except Exception as error:  # others' code: a gap, whatever it raises
             print(f"gap: {name} fails on {case.id}: {type(error).__name__}: {error}")
             continue
-        if run is None:
+        if made is None:
             print(f"gap: {name} cannot do {case.id}")
             continue
-        found.append(Candidate(backend=name, run=run, peer_version=peers.version(name)))
+        if not isinstance(made, Candidate):
+            made = Candidate(backend=name, run=made)
+        found.append(replace(made, backend=name, peer_version=peers.version(name)))
     return found

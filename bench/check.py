@@ -22,6 +22,26 @@ CHUNK = 2**25  # scores held at once, in about six float64 arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How P and the output are stored: times a scale, in a type; they fit."""
+
+    dtype: str
+    scale: float = 1.0
+
+    def ulp(self, x: Any) -> Any:
+        """From |x| to the next larger value."""
+        return ulp(x * self.scale, self.dtype) / self.scale
+
+    def rounded(self, x: Any) -> Any:
+        """What becomes of float64 values."""
+        if DTYPES[self.dtype].itemsize == 1:  # which CuPy cannot convert to
+            step = self.ulp(x)
+            return np.rint(x / step) * step
+        scaled = (x * self.scale).astype(np.float32).astype(DTYPES[self.dtype])
+        return scaled.astype(np.float32).astype(np.float64) / self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Attention of some (batch, head) pairs, and how far from it a correct output may lie."""
 
@@ -35,12 +55,22 @@ class Expected:
         return float(xp.max(xp.abs(got - self.out) / self.bound))
 
 
-def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any = np) -> Expected:
-    """Float64 attention of dense fp16 or bf16 arrays.
+def expected(
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float,
+    xp: Any = np,
+    storage: Storage | None = None,
+) -> Expected:
+    """Float64 attention of dense float arrays.
 
-    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); `xp` is NumPy or CuPy.
+    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); `xp` is NumPy or CuPy. `storage` is
+    that of P and the output, where it is not the problem's type.
     """
-    p = problem
+    p, storage = problem, storage or Storage(dtype=problem.dtype)
     q, k, v = (_pairs_first(x, xp) for x in (q, k, v))
     pairs = _chosen_pairs(p)
     out = xp.empty((len(pairs), p.max_q, p.value_dim))
@@ -54,26 +84,22 @@ def expected(problem: Problem, q: Any, k: Any, v: Any, *, scale: float, xp: Any 
             part = slice(row, min(row + rows, p.max_q))
             scores = q[q_heads, part] @ k[kv_heads].swapaxes(1, 2) * scale
             scores = xp.where(_visible(p, part, xp), scores, -xp.inf)
-            exact, rounded = softmax_v(scores, v[kv_heads], DTYPES[p.dtype], xp)
+            exact, rounded = softmax_v(scores, v[kv_heads], storage, xp)
             out[some, part] = exact
             error, largest = (
                 xp.abs(x).max(axis=-1, keepdims=True) for x in (rounded - exact, exact)
             )
-            bound[some, part] = 2 * error + 2 * ulp(largest, p.dtype)
+            bound[some, part] = 2 * error + 2 * storage.ulp(largest)
     return Expected(pairs=xp.asarray(pairs), out=out, bound=bound)
 
 
-def softmax_v(scores: Any, values: Any, storage: np.dtype, xp: Any) -> tuple[Any, Any]:
+def softmax_v(scores: Any, values: Any, storage: Storage, xp: Any) -> tuple[Any, Any]:
     """softmax(scores) @ values, exact and with P and O rounded; rows without a key are 0."""
-
-    def rounded(x: Any) -> Any:
-        return x.astype(np.float32).astype(storage).astype(np.float32).astype(np.float64)
-
     top = scores.max(axis=-1, keepdims=True)
     weights = xp.exp(scores - xp.where(xp.isinf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
     total = xp.where(total > 0, total, 1.0)
-    return weights @ values / total, rounded(rounded(weights) @ values / total)
+    return weights @ values / total, storage.rounded(storage.rounded(weights) @ values / total)
 
 
 def _visible(p: Problem, part: slice, xp: Any) -> Any:

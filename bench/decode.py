@@ -198,7 +198,13 @@ def prepared_candidate(
         plan.run()
         return t.out
 
-    return Candidate(backend=label, run=run, config=plan_text(plan.plan), expected=expected)
+    return Candidate(
+        backend=label,
+        run=run,
+        config=plan_text(plan.plan),
+        expected=expected,
+        problem=t.problem,
+    )
 
 
 def prepared(t: DecodeTensors, backend: str) -> Any:

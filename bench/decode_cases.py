@@ -136,7 +136,7 @@ DECODE = Suite(
     name="decode",
     op="decode",
     backend="decode_split",
-    peers=("fa3", "flashinfer", "flashinfer_cuda", "vllm_v1", "vllm_v2", "read"),
+    peers=("fa3", "flashinfer", "flashinfer_cuda", "cudnn_fe", "vllm_v1", "vllm_v2", "read"),
     cases=tuple(_decode_cases()),
 )
 MERGE = Suite(

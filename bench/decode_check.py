@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.check import Expected, softmax_v
+from bench.check import Expected, Storage, softmax_v
 from rawattn.arrays import DTYPES
 from rawattn.paged_problem import PagedProblem
 from rawattn.reference_paged import slots
@@ -66,7 +66,7 @@ def _attend(p: PagedProblem, q: Any, k: Any, v: Any, scale: float) -> tuple[Any,
     if p.mask.causal:
         scores = xp.where(ahead <= 0, scores, -xp.inf)
     scores = scores.reshape(n, p.kv_heads, -1, length)
-    found = softmax_v(scores, v, DTYPES[p.dtype], xp)
+    found = softmax_v(scores, v, Storage(dtype=p.dtype), xp)
     exact, rounded = (x.reshape(n, p.q_heads, p.max_q, -1) for x in found)
     return exact, rounded
 
@@ -78,12 +78,12 @@ def _gather(cache: Any, pages: Any, length: int, p: PagedProblem) -> Any:
     tokens = slots(bits, p.layout).reshape(n, count * p.page, p.kv_heads, -1)[:, :length]
     tokens = xp.ascontiguousarray(tokens.transpose(0, 2, 1, 3))
     if p.quantized:
-        return xp.asarray(_meaning(p.cache_dtype))[tokens]
+        return xp.asarray(meanings(p.cache_dtype))[tokens]
     return tokens.view(DTYPES[p.cache_dtype]).astype(np.float32).astype(np.float64)
 
 
 @functools.cache
-def _meaning(dtype: str) -> np.ndarray:
+def meanings(dtype: str) -> np.ndarray:
     """What each of the 256 bit patterns of an 8-bit type means, float64."""
     return np.arange(256, dtype=np.uint8).view(DTYPES[dtype]).astype(np.float64)
 

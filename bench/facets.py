@@ -18,6 +18,8 @@ Labels = tuple[str, ...]  # a value for each facet that counts
 NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
+    "cudnn_fe": "cuDNN frontend",
+    "cudnn_fp8": "cuDNN frontend in fp8",
     "fa3": "FlashAttention-3",
     "flashinfer": "FlashInfer",
     "flashinfer_cuda": "FlashInfer, CUDA cores",
@@ -25,7 +27,7 @@ NAMES = {
     "vllm_v1": "vLLM paged v1",
     "vllm_v2": "vLLM paged v2",
     "jax": "JAX",
-    "triton": "Triton",
+    "triton": "Triton's tutorial",
     "read": "plain read",
     "copy": "plain copy",
 }

@@ -90,6 +90,6 @@ FWD_SM90 = Suite(
     name="fwd_sm90",
     op="forward",
     backend="fwd_sm90",
-    peers=("fa3", "cudnn", "fa2"),
+    peers=("fa3", "cudnn", "fa2", "cudnn_fe", "cudnn_fp8", "jax", "triton"),
     cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN),
 )

@@ -31,6 +31,7 @@ class Candidate:
     config: str = ""
     peer_version: str = ""
     expected: Any = None  # of its output, where that is another than the case's
+    problem: Any = None  # likewise: what it computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +141,12 @@ def problem_columns(p: Any, lengths: Lengths | None) -> dict[str, Any]:
 
 def make_row(setting: Setting, candidate: Candidate, times: Sequence[float], ratio: float) -> Row:
     """The row of one candidate from its launch times in microseconds."""
-    p, s = setting.case.problem, setting
+    s, p = setting, candidate.problem or setting.case.problem
     p20, p50, p80 = (float(x) for x in np.quantile(times, (0.2, 0.5, 0.8)))
     lengths = getattr(s.case, "lengths", None)
     limit = roofline.limit(p, s.device, lengths)
-    flops = roofline.convention_flops(p) if lengths is None else limit.work.flops
+    exact = lengths is not None or getattr(p, "mask", Mask()).left >= 0
+    flops = limit.work.flops if exact else roofline.convention_flops(p)
     return Row(
         op=s.op,
         case=s.case.id,

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries we are compared with. With `peers_decode`, the only files that import torch.
+"""The libraries we are compared with. The files named peers are the only ones that import torch.
 
 A peer is a function (problem, tensors) -> a function without arguments that launches it and returns
-its output (B, Sq, Hq, Dv), or None where it cannot do the case. Tensors are CuPy arrays; torch sees
-the same memory through DLPack, and the same (null) stream.
+its output (B, Sq, Hq, Dv), or None where it cannot do the case; a `Candidate` where there is more
+to say of it. Tensors are CuPy arrays; torch sees the same memory through DLPack, and the same
+(null) stream.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +21,25 @@ import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Tensors
+from bench.measure import Candidate
 from rawattn.problem import Problem, Rows, Scores
 
 Run = Callable[[], torch.Tensor]
 FA3 = "_vllm_fa3_C.abi3.so"
 
 
-def _plain(p: Problem, rows: tuple[Rows, ...] = (Rows.DENSE,)) -> bool:
+def plain(p: Problem, rows: tuple[Rows, ...] = (Rows.DENSE,)) -> bool:
     """Rows of these kinds, no score steps: what all of these peers take."""
     return p.q_rows in rows and p.k_rows in rows and p.scores == Scores()
 
 
+def full_or_causal(p: Problem) -> bool:
+    """No mask, or a causal one of a square, where all agree on what it is."""
+    return p.mask.trivial or (p.mask.causal and p.mask.left < 0 and p.max_q == p.max_k)
+
+
 def _sdpa(backend: SDPBackend, p: Problem, tensors: Tensors) -> Run | None:
-    square_causal = p.mask.causal and p.mask.left < 0 and p.max_q == p.max_k
-    if not _plain(p) or not (p.mask.trivial or square_causal):
+    if not plain(p) or not full_or_causal(p):
         return None
     q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (tensors.q, tensors.k, tensors.v))
 
@@ -67,8 +74,9 @@ def cudnn(p: Problem, tensors: Tensors) -> Run | None:
 
 def library(name: str) -> Path | None:
     """A shared object in the folder that RAWATTN_PEERS names."""
-    path = Path(os.environ.get("RAWATTN_PEERS", "")) / name
-    return path if path.is_file() else None
+    folder = os.environ.get("RAWATTN_PEERS")
+    path = Path(folder) / name if folder else None
+    return path if path is not None and path.is_file() else None
 
 
 @functools.cache
@@ -82,7 +90,7 @@ def fa3(p: Problem, tensors: Tensors) -> Run | None:
     path = library(FA3)
     if (
         path is None
-        or not _plain(p, (Rows.DENSE, Rows.PACKED))
+        or not plain(p, (Rows.DENSE, Rows.PACKED))
         or p.mask.top_left
         or torch.cuda.get_device_capability()[0] != 9
     ):
@@ -114,16 +122,35 @@ def fa3(p: Problem, tensors: Tensors) -> Run | None:
     return if_it_runs(run)
 
 
-PEERS = {"fa2": fa2, "cudnn": cudnn, "fa3": fa3}
+def _lazy(module: str, function: str) -> Callable[[Problem, Tensors], Run | Candidate | None]:
+    """A peer in a module whose imports may be missing; they are looked for when it is called."""
+    return lambda p, tensors: getattr(importlib.import_module(module), function)(p, tensors)
+
+
+PEERS: dict[str, Callable[[Problem, Tensors], Run | Candidate | None]] = {
+    "fa2": fa2,
+    "cudnn": cudnn,
+    "fa3": fa3,
+    "cudnn_fe": _lazy("bench.peers_cudnn", "dense"),
+    "cudnn_fp8": _lazy("bench.peers_cudnn", "dense_fp8"),
+    "jax": _lazy("bench.peers_compiled", "jax_attention"),
+    "triton": _lazy("bench.peers_compiled", "triton_tutorial"),
+}
+
+
+def digest(path: Path | None) -> str:
+    """What names the contents of a file."""
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" if path else ""
 
 
 @functools.cache
 def version(name: str) -> str:
     """What a row needs to name the peer exactly."""
     if name == "fa3":
-        path = library(FA3)
-        return (
-            f"vllm fa3 sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" if path else ""
-        )
+        return f"vllm fa3 {digest(library(FA3))}"
+    if name in ("cudnn_fe", "cudnn_fp8"):
+        return importlib.import_module("bench.peers_cudnn").version()
+    if name in ("jax", "triton"):
+        return importlib.import_module("bench.peers_compiled").version(name)
     found = f"torch {torch.__version__}"
     return f"{found} cudnn {torch.backends.cudnn.version()}" if name == "cudnn" else found

@@ -9,15 +9,17 @@ once for many layers (schedules, plans) is done here, outside of what is timed.
 from __future__ import annotations
 
 import functools
-import hashlib
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.decode import DecodeTensors
 from bench.kv_write import WriteTensors
+from bench.measure import Candidate
 from bench.merge import MergeTensors
-from bench.peers import FA3, Run, if_it_runs, library, load
+from bench.peers import FA3, Run, digest, if_it_runs, library, load
 from rawattn.cache_problem import KvWriteProblem, MergeProblem
 from rawattn.paged_problem import PagedProblem
 from rawattn.problem import CacheLayout
@@ -243,8 +245,14 @@ def _vllm_write(p: KvWriteProblem, t: WriteTensors) -> Run | None:
     return if_it_runs(run)
 
 
-PEERS = {
+def cudnn_fe(p: PagedProblem, t: DecodeTensors) -> Candidate | None:
+    """cuDNN through its own frontend, which may be missing."""
+    return importlib.import_module("bench.peers_cudnn").paged(p, t)
+
+
+PEERS: dict[str, Callable[[Any, Any], Run | Candidate | None]] = {
     "fa3": fa3,
+    "cudnn_fe": cudnn_fe,
     "flashinfer": flashinfer,
     "flashinfer_cuda": flashinfer_cuda,
     "vllm_v1": vllm_v1,
@@ -260,6 +268,8 @@ def version(name: str) -> str:
         import flashinfer as fi
 
         return f"flashinfer {fi.__version__}"
-    path = library(FA3 if name == "fa3" else VLLM)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path else ""
-    return f"vllm {'fa3' if name == 'fa3' else '_C'} sha256:{digest}"
+    if name == "cudnn_fe":
+        return importlib.import_module("bench.peers_cudnn").version()
+    return (
+        f"vllm fa3 {digest(library(FA3))}" if name == "fa3" else f"vllm _C {digest(library(VLLM))}"
+    )

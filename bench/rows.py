@@ -48,7 +48,7 @@ class Row:
     p20_us: float
     p50_us: float
     p80_us: float
-    tflops: float  # roofline.convention_flops over the median; exact FLOPs where lengths differ
+    tflops: float  # roofline.convention_flops over the median; exact with lengths or windows
     gb_per_s: float  # least bytes of roofline.work over the median
     roofline_percent: float  # exact: roofline.limit over the median
     bound: str  # "compute" or "memory"

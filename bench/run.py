@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure suites: ours and the peers, interleaved, every output checked first.
 
-    python bench/run.py [--suite NAME] [--case 'd128-*'] [--quick] [--again] [--out DIR] [--json]
+    python bench/run.py [--suite NAME] [--case 'd128-*'] [--peers fa3,jax] [--quick] [--again]
+                        [--out DIR] [--json]
 
 Needs a GPU; peers need torch. Rows are appended to DIR/<gpu>/<suite>.csv as they are made, and
 cases that hold a row of ours from the same sources are skipped: a run that was cut short goes on
@@ -19,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,22 @@ def progress(tasks: Sequence[Task]) -> Iterator[Task]:
         yield from track(tasks, "measuring", console=Console(stderr=True))
 
 
-def selected(names: Sequence[str], pattern: str | None, quick: bool) -> list[tuple[Suite, Case]]:
-    """Cases of the suites; ValueError where none matches."""
+def selected(
+    names: Sequence[str], pattern: str | None, quick: bool, peers: str | None = None
+) -> list[tuple[Suite, Case]]:
+    """Cases of the suites, with some of their peers; ValueError where no case matches, or no suite
+    has a peer.
+    """
+    wanted = None if peers is None else peers.split(",")
+    known = {peer for name in names for peer in SUITES[name].peers}
+    if wanted is not None and not known.issuperset(wanted):
+        raise ValueError(f"peers={peers!r}: accepted are {','.join(sorted(known))}")
     found, refusals = [], []
     for name in names:
+        suite = SUITES[name]
+        kept = tuple(peer for peer in suite.peers if wanted is None or peer in wanted)
         try:
-            found += [(SUITES[name], case) for case in SUITES[name].select(pattern, quick)]
+            found += [(replace(suite, peers=kept), c) for c in suite.select(pattern, quick)]
         except ValueError as error:
             refusals.append(str(error))
     if not found:
@@ -146,7 +157,7 @@ def tables(cases: Sequence[tuple[Suite, Case]], gpu: str, out: Path) -> str:
     suites = {suite.name: suite for suite, _ in cases}
     parts = []
     for suite in suites.values():
-        ids = {case.id for owner, case in cases if owner is suite}
+        ids = {case.id for owner, case in cases if owner.name == suite.name}
         rows = [r for r in load(results_path(out, gpu, suite.name)) if r.case in ids]
         if suite.op == "forward":
             bar = suite.peers[0] if suite.peers else ""
@@ -162,7 +173,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int, str]:
     if args.suite not in (None, *SUITES):
         raise ValueError(f"suite={args.suite!r}: accepted are {', '.join(SUITES)}")
     gpu, out = Device.current().name, Path(args.out or RESULTS)
-    cases = selected([args.suite] if args.suite else list(SUITES), args.case, args.quick)
+    names = [args.suite] if args.suite else list(SUITES)
+    cases = selected(names, args.case, args.quick, args.peers)
     tasks = pending(cases, gpu, out, again=args.again)
     print(f"{gpu}: {len(tasks)} of {len(cases)} cases to measure", file=sys.stderr)
     compile_ahead([(task.suite, task.case) for task in tasks])
@@ -185,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, help="one suite (default: all)")
     parser.add_argument("--case", metavar="PATTERN", help="cases that match a shell pattern")
+    parser.add_argument("--peers", metavar="NAMES", help="some peers, by commas (default: all)")
     parser.add_argument("--quick", action="store_true", help="few cells and rounds, four minutes")
     parser.add_argument("--again", action="store_true", help="measure cases that have rows already")
     parser.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")

@@ -4,10 +4,10 @@
     python bench/table.py            print them
     python bench/table.py --write    put them into the pages, between two comments
 
-The README has attention alone, and the kinds of cases that were measured at three lengths or more;
-docs/bench.md has all. Each table is followed by its picture, which bench/plot.py draws.
-docs/install.md has what installations and a newcomer's steps take. A test holds the pages to the
-rows. Needs no GPU.
+The README has attention alone, the kinds of cases that were measured at three lengths or more, and
+the peers that have figures there; docs/bench.md has all. Each table is followed by its picture,
+which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps take. A
+test holds the pages to the rows. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     facets, kinds = split(newest, suite.backend, least)
     newest = [group for cells in kinds.values() for group in cells]
     figure = "TFLOP/s" if _compute_bound(suite, newest) else "GB/s"
-    heads = [*facets, "lengths", figure, *(f"/ {name(p)}" for p in suite.peers)]
-    lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(suite.peers))]
-    lines += [[*labels, *_cells(suite, cells, figure)] for labels, cells in kinds.items()]
-    return f"{_table(lines)}\n{_caption(suite, path, newest, figure)}"
+    peers = [p for p in suite.peers if least == 1 or any(p in group for group in newest)]
+    heads = [*facets, "lengths", figure, *(f"/ {name(p)}" for p in peers)]
+    lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(peers))]
+    lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
+    missing = [name(p) for p in suite.peers if p not in {row.backend for row in rows}]
+    return f"{_table(lines)}\n{_caption(suite, path, newest, figure, missing)}"
 
 
 def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:
@@ -106,12 +108,12 @@ def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:
     return bounds.count("compute") * 2 >= len(bounds)
 
 
-def _cells(suite: Suite, cells: Sequence[Group], figure: str) -> list[str]:
+def _cells(suite: Suite, peers: Sequence[str], cells: Sequence[Group], figure: str) -> list[str]:
     ours = [group[suite.backend] for group in cells]
     lengths = sorted({length(row) for row in ours})
     speeds = [row.tflops if figure == "TFLOP/s" else row.gb_per_s for row in ours]
     line = [f"{len(lengths)}, {_range(lengths, 'd')}", _range(speeds, ".0f")]
-    for peer in suite.peers:
+    for peer in peers:
         pairs = [(group[peer], group[suite.backend]) for group in cells if peer in group]
         line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f"))
     return line
@@ -125,14 +127,16 @@ def _range(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _caption(suite: Suite, path: str, newest: Sequence[Group], figure: str) -> str:
+def _caption(
+    suite: Suite, path: str, newest: Sequence[Group], figure: str, missing: Sequence[str]
+) -> str:
     rows = [row for group in newest for row in group.values()]
+    ours = [group[suite.backend] for group in newest]
     versions = {f"{name(r.backend)} in {r.peer_version}" for r in rows if r.peer_version}
-    missing = [name(p) for p in suite.peers if p not in {r.backend for r in rows}]
-    gap = f" A dash: {' and '.join(missing)} was not measured in this run." if missing else ""
+    gap = f" Not measured: {'; '.join(missing)}." if missing else ""
     return (
         f"{suite.backend} on {_list(r.gpu for r in rows)}, driver {_list(r.driver for r in rows)}, "
-        f"{_list(r.dtype for r in rows)}. Each line spans the lengths measured: "
+        f"{_list(r.dtype for r in ours)}. Each line spans the lengths measured: "
         f"smallest to largest {figure}, and smallest to largest speed as a multiple of the peer's "
         "(above 1 we are faster), medians of interleaved launches in one run. "
         f"Peers: {_list(versions, '; ')}.{gap} "

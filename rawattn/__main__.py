@@ -166,6 +166,7 @@ def _roofline_flags(roofs: Parser) -> None:
 def _bench_flags(flags: Parser) -> None:
     flags.add_argument("--suite", help="one suite (default: all)")
     flags.add_argument("--case", metavar="PATTERN", help="cases that match a shell pattern")
+    flags.add_argument("--peers", metavar="NAMES", help="some peers, by commas (default: all)")
     flags.add_argument("--quick", action="store_true", help="few cases and rounds, four minutes")
     flags.add_argument("--again", action="store_true", help="also cases that have rows already")
     flags.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")

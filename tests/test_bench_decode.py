@@ -235,12 +235,19 @@ def test_peers_that_cannot_or_fail_are_gaps(
 
     home = types.ModuleType("some_peers")
     vars(home).update(
-        PEERS={"a": lambda p, t: int, "b": lambda p, t: None, "c": fails}, version=lambda n: "1"
+        PEERS={
+            "a": lambda p, t: int,
+            "b": lambda p, t: None,
+            "c": fails,
+            "d": lambda p, t: measure.Candidate(backend="", run=int, config="plan_ms=7"),
+        },
+        version=lambda n: f"{n} 1",
     )
     monkeypatch.setitem(sys.modules, "some_peers", home)
     case = DECODE.cases[0]
-    found = candidates.peer_candidates(("a", "b", "c"), case, None, "some_peers")
-    assert [(c.backend, c.peer_version) for c in found] == [("a", "1")]
+    found = candidates.peer_candidates(("a", "b", "c", "d"), case, None, "some_peers")
+    assert [(c.backend, c.peer_version) for c in found] == [("a", "a 1"), ("d", "d 1")]
+    assert [c.config for c in found] == ["", "plan_ms=7"]
     printed = capsys.readouterr().out
     assert f"gap: b cannot do {case.id}" in printed
     assert f"gap: c fails on {case.id}: KeyError" in printed

@@ -91,6 +91,25 @@ def test_without_a_suite_all_are_measured(gpu: list[str], tmp_path: Path) -> Non
     assert {case.split()[0] for case in gpu} >= {c.id for c in FWD.cases if c.quick}
 
 
+def test_some_peers_can_be_asked_for(
+    gpu: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    inner = run.run_case
+    monkeypatch.setattr(
+        run, "run_case", lambda s, c, rounds: asked.append(s.peers) or inner(s, c, rounds)
+    )
+    line = ["--suite", "fwd_sm80", "--case", "d64-full-s512", "--out", str(tmp_path), "--peers"]
+    assert run.main([*line, "fa3,fa2"]) == 0 and asked == [("fa2", "fa3")]
+    shown = capsys.readouterr().out
+    assert "/fa2" in shown and "/cudnn" not in shown and "d64-full-s512" in shown
+    assert run.main([*line, "fa2,fa9"]) == run.REFUSED
+    assert "peers='fa2,fa9': accepted are cudnn,fa2,fa3" in capsys.readouterr().err
+
+
 def test_the_command_line_runs_it(run: Any, gpu: list[str], tmp_path: Path) -> None:
     found = run(f"bench --suite fwd_sm80 --case d64-full-s512 --json --out {tmp_path}")
     assert (found.code, found.facts["measured"], found.facts["wrong"]) == (0, 1, [])
@@ -230,6 +249,7 @@ def test_a_plot_of_a_suite_shows_its_rows_and_names_gaps(drawn: list[Any], tmp_p
     plot._draw_suite(path, {}, FWD, path)
     (figure,) = drawn
     (axes,) = (a for a in figure.axes if a.get_visible())
+    assert all(len(s.peers) < min(len(plot.COLOURS), len(plot.MARKERS)) for s in SUITES.values())
     first, second = axes.containers
     assert list(first.lines[0].get_xdata()) == [512, 1024]
     assert list(first.lines[0].get_ydata()) == [100.0, 200.0]
