@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.host_time import cpu_name
 from bench.rows import RESULTS, ROOT, append, commit
 
+ACTIVATE = ". .venv/bin/activate"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
@@ -51,10 +53,11 @@ def first_call(readme: str) -> str:
 
 def steps(clone: Path) -> dict[str, list[str]]:
     """What a newcomer does, in order."""
+    readme = (ROOT / "README.md").read_text()
     return {
         "clone": ["git", "clone", "--quiet", str(ROOT), str(clone)],
         "make demo": ["make", "demo"],
-        "first own call": [".venv/bin/python", "-c", first_call((ROOT / "README.md").read_text())],
+        "first own call": ["sh", "-c", f'{ACTIVATE} && python -c "$0"', first_call(readme)],
         "make test": ["make", "test"],
     }
 

@@ -212,7 +212,7 @@ def _draw_roofs(path: Path, text: dict[str, str], *sources: Path) -> None:
 
 
 def _draw_host(path: Path, text: dict[str, str], source: Path) -> None:
-    """Host time of a call in microseconds, and of compiling and finding a kernel in seconds."""
+    """Microseconds of host time of a call, beside a bare launch."""
     newest = {row.what: row for row in load(source, HostRow)}
     rows = [r for r in newest.values() if "call" in r.what or r.what.startswith("bare")]
     plt = pyplot()

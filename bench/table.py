@@ -21,7 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.cases import SUITES, Suite
+from bench.compare import FLOOR
 from bench.facets import Group, length, name, split
+from bench.first_output import FIRST_OUTPUT
+from bench.host_time import HostRow
 from bench.install_size import InstallRow
 from bench.newcomer import StepRow
 from bench.rows import RESULTS, ROOT, Row, groups, load
@@ -29,6 +32,8 @@ from bench.rows import RESULTS, ROOT, Row, groups, load
 README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
 PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
 IN_README = ("fwd_sm90", "decode", "fwd_sm80")
+OTHERS = ("cudnn_fp8", "read", "copy")  # that are no rivals: less precise, or no attention
+MOST = 20  # cells that are named
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
 NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 
@@ -36,7 +41,7 @@ NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 def markdown(page: str, results: Path = RESULTS) -> str:
     """The tables of a page: one for each suite and GPU that has rows, or those of installing."""
     if page == INSTALL:
-        return _installations(results / "install") or NO_ROWS
+        return _installations(results / "install") + _first_outputs(results) or NO_ROWS
     up = "../" * page.count("/")
     images = "img" if page == ALL else "docs/img"
     tables = [
@@ -53,7 +58,8 @@ def markdown(page: str, results: Path = RESULTS) -> str:
 def _installations(folder: Path) -> str:
     """What each stack takes, and each step of a newcomer; newest rows alone."""
     stacks = {row.stack: row for row in load(folder / "install_size.csv", InstallRow)}
-    steps = {row.step: row for row in load(folder / "newcomer.csv", StepRow)}
+    walked = load(folder / "newcomer.csv", StepRow)
+    steps = {row.step: row for row in walked if row.result == "ok"}
     lines = [["stack", "versions", "packages", "MB", "seconds of pip", "seconds to a first output"]]
     lines += [["---", "---", *["---:"] * 4]]
     for row in stacks.values():
@@ -67,6 +73,21 @@ def _installations(folder: Path) -> str:
     tables = [_table(part) for part in (lines, walk) if len(part) > 2]
     cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
     return "\n".join(tables) + (f"\nThe steps on {cores}.\n" if steps else "")
+
+
+def _first_outputs(results: Path) -> str:
+    """From a new process to its first output on a GPU; newest rows alone."""
+    newest = {
+        (row.gpu, row.what.removeprefix(FIRST_OUTPUT)): row
+        for path in sorted(results.glob("*/host_time.csv"))
+        for row in load(path, HostRow)
+        if row.what.startswith(FIRST_OUTPUT)
+    }
+    lines = [["first output on a GPU", "seconds", "p20 to p80"], ["---", "---:", "---:"]]
+    for (gpu, what), row in newest.items():
+        p20, p50, p80 = (f"{us / 1e6:.1f}" for us in (row.p20_us, row.p50_us, row.p80_us))
+        lines.append([f"{what}, {gpu}", p50, f"{p20} to {p80}"])
+    return "\n" + _table(lines) if newest else ""
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -99,7 +120,25 @@ def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(peers))]
     lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
     missing = [name(p) for p in suite.peers if p not in {row.backend for row in rows}]
-    return f"{_table(lines)}\n{_caption(suite, path, newest, figure, missing)}"
+    caption = _caption(suite, path, newest, figure, missing)
+    return f"{_table(lines)}\n{caption}{_behind(suite, newest) if least == 1 else ''}"
+
+
+def _behind(suite: Suite, groups: Sequence[Group]) -> str:
+    """The cells where a peer that does the same was faster, and the share of its speed of ours."""
+    found = []
+    for group in groups:
+        ours = group[suite.backend]
+        rivals = [row for row in group.values() if row.peer_version and row.backend not in OTHERS]
+        best = min(rivals, key=lambda row: row.p50_us, default=ours)
+        if best.p50_us < (1 - FLOOR) * ours.p50_us:
+            found.append((best.p50_us / ours.p50_us, ours.case, name(best.backend)))
+    if not found:
+        return ""
+    shown = "; ".join(f"{case} {ratio:.2f} of {peer}" for ratio, case, peer in sorted(found)[:MOST])
+    more = f"; {len(found) - MOST} more" if len(found) > MOST else ""
+    count = f"{len(found)} of {len(groups)} cells"
+    return f"\nA peer was more than 1 % faster in {count}: {shown}{more}.\n"
 
 
 def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:

@@ -359,5 +359,6 @@ def test_first_outputs_share_a_cache_in_each_round(monkeypatch: pytest.MonkeyPat
     caches = [cache for program, cache in seen if program == first_output.OURS]
     assert caches[0] == caches[1] != caches[2] and len(set(caches)) == first_output.PROCESSES
     compile(first_output.TORCH, "torch", "exec")
-    code = first_output.OURS.replace("import cupy, rawattn", "import numpy as cupy, rawattn")
+    numpy = "import numpy, rawattn; cupy = numpy"
+    code = first_output.OURS.replace("import cupy, numpy, rawattn", numpy)
     exec(code, {})

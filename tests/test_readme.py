@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import table
+from bench import first_output, table
+from bench.host_time import host_row
 from bench.install_size import InstallRow
 from bench.newcomer import StepRow
 from bench.rows import Row, append
@@ -145,3 +146,35 @@ def test_what_could_not_be_installed_has_dashes(tmp_path: Path) -> None:
         [StepRow(step="make demo", seconds=s, result="ok", cores=2, **known) for s in (9.0, 7.5)],
     )
     assert "| make demo | 7.5 |\n" in table.markdown(table.INSTALL, tmp_path)
+    append(
+        folder / "newcomer.csv",
+        [StepRow(step="make test", seconds=3.0, result="a test failed", cores=2, **known)],
+    )
+    assert "make test" not in table.markdown(table.INSTALL, tmp_path)
+
+
+def test_first_outputs_are_beside_one_another(tmp_path: Path) -> None:
+    assert "first output on a GPU" not in table.markdown(table.INSTALL, tmp_path)
+    for what, seconds in (("torch", 5.0), ("rawattn", 9.0), ("rawattn", 2.0)):
+        times = [1e6 * seconds * f for f in (0.9, 1.0, 1.2)]
+        made = host_row(f"{first_output.FIRST_OUTPUT}{what}", times, "NVIDIA H200")
+        append(tmp_path / "nvidia-h200" / "host_time.csv", [made])
+    append(tmp_path / "nvidia-h200" / "host_time.csv", [host_row("call", [5.0], "NVIDIA H200")])
+    lines = table.markdown(table.INSTALL, tmp_path).splitlines()
+    assert lines[-2:] == [
+        "| torch, NVIDIA H200 | 5.0 | 4.7 to 5.6 |",
+        "| rawattn, NVIDIA H200 | 2.0 | 1.9 to 2.2 |",
+    ]
+
+
+def test_cells_where_a_peer_is_faster_are_named(tmp_path: Path) -> None:
+    results, page = tmp_path / "bench" / "results", "docs/bench.md"
+    rows = [
+        *rows_of(64, True, 512, fwd_sm90=10.0, fa3=8.0, cudnn=9.0),
+        *rows_of(64, True, 1024, fwd_sm90=10.0, fa3=9.95, cudnn_fp8=1.0),  # equal, to 1 %
+        *rows_of(64, True, 2048, fwd_sm90=10.0, fa3=11.0),
+    ]
+    append(results / "nvidia-h200" / "fwd_sm90.csv", rows)
+    line = "A peer was more than 1 % faster in 1 of 3 cells: 64-True-512 0.80 of FlashAttention-3."
+    assert line in table.markdown(page, results).splitlines()
+    assert "faster in" not in table.markdown("README.md", results)
