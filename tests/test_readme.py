@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import first_output, table
+from bench.cases import SUITES
 from bench.host_time import host_row
 from bench.install_size import InstallRow
 from bench.newcomer import StepRow
@@ -39,6 +40,13 @@ def test_no_other_figure_of_speed_is_in_a_page(page: str) -> None:
     text = (ROOT / page).read_text()
     rest = table.replaced(text, "") if page in table.PAGES else text
     assert not re.search(r"\d\s*(TFLOP|GB/s|TB/s|x faster|times faster|µs|us\b|ms\b)", rest)
+
+
+def test_the_bench_counts_its_cells() -> None:
+    text = (ROOT / "bench" / "README.md").read_text()
+    ampere, hopper, decode = (len(SUITES[n].cases) for n in ("fwd_sm80", "fwd_sm90", "decode"))
+    assert f"# {ampere} cells, ours" in text and f"# these and {hopper - ampere} more" in text
+    assert f"# {decode} cells over paged caches" in text
 
 
 def test_the_examples_for_cupy_and_numpy_are_one() -> None:
