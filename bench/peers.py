@@ -139,8 +139,12 @@ PEERS: dict[str, Callable[[Problem, Tensors], Run | Candidate | None]] = {
 
 
 def digest(path: Path | None) -> str:
-    """What names the contents of a file."""
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" if path else ""
+    """What names the contents of a file, or, in NAME.sha256, of the larger one it was cut from."""
+    if path is None:
+        return ""
+    whole = path.with_name(f"{path.name}.sha256")
+    found = whole.read_text() if whole.exists() else hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"sha256:{found[:12]}"
 
 
 @functools.cache
