@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,8 +55,11 @@ def _sdpa(backend: SDPBackend, p: Problem, tensors: Tensors) -> Run | None:
 
 
 def if_it_runs(run: Run) -> Run | None:
+    """`run`, or None and a line where it refuses; torch also warns, of all that it did not take."""
     try:
-        run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run()
     except RuntimeError as error:  # torch has no narrower one for "this backend does not take it"
         print(f"refused: {error}")
         return None

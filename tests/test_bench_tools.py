@@ -149,6 +149,16 @@ def test_slower_is_what_exceeds_the_spread() -> None:
     assert found["a"].spread == 0.01
 
 
+def test_more_can_be_forgiven(tmp_path: Path) -> None:
+    files = []
+    for i, us in enumerate((100.0, 103.0)):
+        files.append(str(tmp_path / f"{i}.csv"))
+        append(Path(files[-1]), [row("fwd_sm80", us), row("fa2", 50.0)])
+    assert compare.main(files) == 1
+    assert compare.main([*files, "--forgive", "2.9"]) == 1
+    assert compare.main([*files, "--forgive", "3.1"]) == 0
+
+
 def test_a_wide_spread_forgives_more() -> None:
     before, after = [row("fa2", 50.0)], [row("fa2", 50.0)]
     noisy = row("fwd_sm80", 100.0, p20_us=90.0, p80_us=110.0)
