@@ -5,9 +5,10 @@
 
 A's and B's newest rows of each case are compared. Peers of equal version in both say how much the
 machine itself differed on that case; that drift is taken out. Without such a peer it cannot be told
-from the change, and 3 % more are forgiven. Slower is what exceeds the spread of both measurements,
-p80 to p20, and never less than 1 %: what ratios inside a run repeat to on one GPU. Between GPUs of
-one model they moved by up to 4 %: there, `--forgive 4` (bench/README.md).
+from the change, and 3 % more are forgiven; with several, as much more as they disagree. Slower is
+what exceeds the spread of both measurements, p80 to p20, and never less than 1 %: what ratios
+inside a run repeat to on one GPU. Between GPUs of one model they moved by up to 4 %: there,
+`--forgive 4` (bench/README.md).
 
 Exits with 0 where nothing is slower, 1 where something is or has no row any more, 2 where the files
 cannot be compared.
@@ -73,12 +74,12 @@ def _ours(name: str, old: Group, new: Group) -> bool:
 
 def _change(case: str, name: str, old: Group, new: Group, floor: float) -> Change:
     drift, forgiven = _drift(old, new)
-    spread = floor + forgiven if math.isnan(drift) else max(floor, forgiven)
+    spread = floor + forgiven
     change, verdict = math.nan, "gone" if name in old else "new"
     if name in old and name in new:
         ratio = new[name].p50_us / old[name].p50_us
         change = ratio / (1.0 if math.isnan(drift) else drift) - 1
-        spread = max(spread, _spread(old[name]), _spread(new[name]))
+        spread = max(floor, _spread(old[name]), _spread(new[name])) + forgiven
         verdict = "slower" if change > spread else "faster" if change < -spread else "same"
     return Change(
         case=case,

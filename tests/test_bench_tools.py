@@ -170,13 +170,17 @@ def test_peers_that_disagree_widen_it_and_others_do_not_count() -> None:
     before = [row("fwd_sm80", 100.0), row("fa2", 50.0), row("cudnn", 50.0)]
     after = [row("fwd_sm80", 106.0), row("fa2", 50.0), row("cudnn", 56.0)]
     assert changes(before, after)["c"].verdict == "same"
+    spread = 0.01 + 56 / (50 * 56) ** 0.5 - 1  # of the times, and by how much the peers disagree
+    assert changes(before, after)["c"].spread == pytest.approx(spread)
     after[2] = replace(after[2], peer_version="2.0")
     assert changes(before, after)["c"].verdict == "slower"
 
 
 def test_without_a_peer_the_drift_is_unknown_and_more_is_forgiven() -> None:
     found = changes([row("fwd_sm80", 100.0)], [row("fwd_sm80", 103.9)])["c"]
-    assert (found.verdict, found.spread) == ("same", 0.04) and math.isnan(found.drift)
+    assert (
+        found.verdict == "same" and found.spread == pytest.approx(0.04) and math.isnan(found.drift)
+    )
     assert changes([row("fwd_sm80", 100.0)], [row("fwd_sm80", 104.1)])["c"].verdict == "slower"
 
 
