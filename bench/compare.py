@@ -2,6 +2,7 @@
 """Compare two files of rows, before and after a change, and flag what became slower.
 
     python bench/compare.py A.csv B.csv [--backend fwd_sm80] [--forgive PERCENT] [--json]
+    python bench/compare.py bench/results/nvidia-h200 FOLDER      every suite that both have
 
 A's and B's newest rows of each case are compared. Peers of equal version in both say how much the
 machine itself differed on that case; that drift is taken out. Without such a peer it cannot be told
@@ -26,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.cases import SUITES
 from bench.rows import Row, groups, load
 
 FLOOR = 0.01  # to which ratios inside a run repeat
@@ -111,9 +113,26 @@ def _spread(row: Row) -> float:
     return (row.p80_us - row.p20_us) / (2 * row.p50_us)
 
 
+def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
+    """The two files, or those of the suites that two folders have in common. ValueError where
+    there are none.
+    """
+    if before.is_dir() and after.is_dir():
+        names = [f"{name}.csv" for name in SUITES]
+        both = [(before / n, after / n) for n in names if (before / n).exists()]
+        found = [(a, b) for a, b in both if b.exists()]
+        if not found:
+            raise ValueError(f"{before} and {after}: accepted are folders with a suite in common")
+        return found
+    for path in (before, after):
+        if not path.is_file():
+            raise ValueError(f"{path}: there is no such file")
+    return [(before, after)]
+
+
 def text(changes: Sequence[Change]) -> str:
     """A line for each change, and how many there are of each verdict."""
-    line = "{:26}{:14}{:>11}{:>11}{:>9}{:>10}{:>9}  {}".format
+    line = "{:32}{:22}{:>11}{:>11}{:>9}{:>10}{:>9}  {}".format
     lines = [line("case", "backend", "before us", "after us", "drift", "change", "spread", "")]
     for c in changes:
         lines.append(
@@ -140,7 +159,7 @@ def _number(value: float, form: str, unit: str = "") -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("before", type=Path, metavar="A.csv")
+    parser.add_argument("before", type=Path, metavar="A.csv", help="or a folder of them")
     parser.add_argument("after", type=Path, metavar="B.csv")
     parser.add_argument("--backend", help="one of ours (default: all)")
     forgiven = 100 * FLOOR
@@ -149,11 +168,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     args = parser.parse_args(argv)
     try:
-        for path in (args.before, args.after):
-            if not path.is_file():
-                raise ValueError(f"{path}: there is no such file")
-        files = load(args.before), load(args.after)
-        changes = compare(*files, args.backend, args.forgive / 100)
+        changes = [
+            change
+            for before, after in pairs(args.before, args.after)
+            for change in compare(load(before), load(after), args.backend, args.forgive / 100)
+        ]
         if not changes:
             raise ValueError(f"backend={args.backend!r}: the files have no row of it")
     except ValueError as error:

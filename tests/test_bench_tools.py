@@ -211,6 +211,23 @@ def test_compare_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+def test_folders_are_compared_suite_by_suite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Suites share the ids of cases."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, us in ((a, 100.0), (b, 101.0)):
+        append(folder / "fwd_sm80.csv", [row("fwd_sm80", us), row("fa2", 50.0)])
+        append(folder / "fwd_sm90.csv", [row("fwd_sm90", us / 2), row("fa2", 50.0)])
+    append(a / "decode.csv", [row("decode_split", 1.0)])
+    assert compare.main([str(a), str(b)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 same" in shown and "fwd_sm80" in shown and "fwd_sm90" in shown
+    (tmp_path / "c").mkdir()
+    assert compare.main([str(a), str(tmp_path / "c")]) == 2
+    assert "folders with a suite in common" in capsys.readouterr().err
+
+
 def test_a_file_from_before_a_column_is_still_read_and_grows(tmp_path: Path) -> None:
     path, first = tmp_path / "x.csv", row("fwd_sm80", 1.0)
     append(path, [first])
