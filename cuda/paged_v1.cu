@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// PagedAttention v1: one query a sequence, over an x-major cache, in one pass.
+// PagedAttention v1: one query a sequence, over an x-major cache, in one pass. Strides say where
+// elements lie, so caches of other layouts are taken too; their values are read one by one.
 //
 //   K [blocks, kv_heads, head_dim / x, page, x], x = 16 bytes of elements: 16 bytes of one key,
 //     then the same of the next key of the page.

@@ -114,7 +114,7 @@ struct PagedWarp {
     const auto* k = static_cast<const Cache*>(p.k_cache) + row.pages[column] * p.stride_k_block +
                     row.kv_head * p.stride_k_head + (key - column * p.page) * p.stride_k_token;
     float dot = 0.f;
-    if (on_16_bytes(k)) {
+    if (on_16_bytes(k) && p.head_dim % kChunk == 0) {
       for (int first = 0; first < p.head_dim; first += kAhead * kChunk) {
         Piece<Cache, kChunk> chunks[kAhead];
 #pragma unroll
@@ -189,7 +189,7 @@ struct PagedWarp {
     }
     if (!any) return;
     const Cache* v = value(tile + first);
-    if (p.page % kKeysAtOnce == 0 && on_16_bytes(v)) {
+    if (p.stride_v_token == 1 && p.page % kKeysAtOnce == 0 && on_16_bytes(v)) {
 #pragma unroll
       for (int first = 0; first < kSteps; first += kValuesAhead) {
         Piece<Cache, kKeysAtOnce> pieces[kValuesAhead];

@@ -26,12 +26,25 @@ struct Piece {
         words[w] = x.x, words[w + 1] = x.y, words[w + 2] = x.z, words[w + 3] = x.w;
       }
     } else {
+      load_apart(from, 1, count);
+    }
+  }
+
+  // Element i from from[i * stride].
+  __device__ __forceinline__ void load_apart(const T* from, long long stride, int count) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = 0;
+    for (int w = 0; w < kWords; ++w) words[w] = 0;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (i < count) words[i / kPerWord] |= bits_of(from[i]) << shift(i);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) words[i / kPerWord] |= bits_of(from[i * stride]) << shift(i);
+    }
+  }
+
+  // `from` lies on 4 bytes, and `count` is a whole number of words.
+  __device__ __forceinline__ void load_words(const T* from, int count) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[w] = w * kPerWord < count ? reinterpret_cast<const unsigned*>(from)[w] : 0;
     }
   }
 

@@ -94,9 +94,8 @@ def flash_attn_with_kvcache(
           and `(blocks, kv_heads, value_dim, page)`
 
         Any page size from 1; outer strides are free, x-major ones of blocks and heads. Without a
-        table every sequence has one page, its row of a contiguous cache. On a GPU rows of `q` and
-        of the caches, and x-major pages, are multiples of 16 bytes and start on them; only one
-        query a sequence over x-major pages takes others.
+        table every sequence has one page, its row of a contiguous cache. On a GPU it takes longer
+        where rows, or x-major pages, are not multiples of 16 bytes or do not start on them.
     k, v : array, shape `(batch, new_len, kv_heads, head_dim)`, optional
         New tokens, in the dtype of `q`. Two sequences may not store theirs in one place.
     rotary_cos, rotary_sin : array, shape `(positions, rotary_dim / 2)`, optional

@@ -172,6 +172,9 @@ class DecodeSplit:
     features: bool  # whether windows, causal rows, trees, softcap and ALiBi are compiled in
     cluster: int  # blocks that share one segment; 1: balanced over the grid
     blocks_per_sm: int
+    # whether rows of q, out and the caches may lie anywhere, and x-major pages hold any number of
+    # tokens: elements are moved one by one, whatever the layout; tiles are row by row
+    unaligned: bool = False
 
     @property
     def threads(self) -> int:

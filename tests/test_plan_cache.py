@@ -180,7 +180,6 @@ def test_what_is_refused(plan: Any, problem: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": CacheLayout.NHD}, "a NHD cache: takes x-major ones"),
         ({"max_q": 2}, "takes one query a sequence"),
         ({"q_rows": Rows.PACKED}, "takes one query a sequence"),
         ({"tree": True}, "takes one query a sequence"),

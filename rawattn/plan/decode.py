@@ -14,6 +14,7 @@ from rawattn.registry import KERNELS, DecodeSplit
 
 CACHES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 HEAD_DIMS = (64, 128, 256)  # of tiles
+UNALIGNED_DIMS = HEAD_DIMS[1:]  # of those whose elements are moved one by one: few configs
 WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as registers hold
 # Shared memory that a block can have.
 SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
@@ -43,6 +44,7 @@ def _config(
     features: bool = True,
     wide: bool = False,
     cluster: int = 1,
+    unaligned: bool = False,
 ) -> DecodeSplit:
     """The Config of these properties; a wide one has tiles for many rows. As many warps and stages
     as reach IN_FLIGHT, or as shared memory holds.
@@ -61,6 +63,7 @@ def _config(
         features=features,
         cluster=cluster,
         blocks_per_sm=1,
+        unaligned=unaligned,
     )
     while True:
         wanted = IN_FLIGHT // (config.warps * 2 * config.unit * row)
@@ -107,6 +110,14 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
                         features=features,
                         wide=wide,
                     )
+        for head_dim in UNALIGNED_DIMS:
+            yield _config(arch, head_dim, element=element, cache=cache, unaligned=True)
+
+
+def _unaligned(p: PagedProblem) -> bool:
+    """Whether there are rows, or pieces of x-major values, that are no 16 bytes on 16 bytes."""
+    pieces = p.layout is not CacheLayout.X_MAJOR or p.page % (16 // ITEMSIZES[p.cache_dtype]) == 0
+    return p.copy_bytes < 16 or not pieces
 
 
 def _clustered(arch: str, element: str, xmajor: bool) -> DecodeSplit:
@@ -130,6 +141,9 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     head_dim = next(d for d in HEAD_DIMS if d >= max(p.head_dim, p.value_dim))
     cache = CACHES.get(p.cache_dtype) or ELEMENTS[p.cache_dtype]
     element = "fp16" if p.quantized else cache
+    if _unaligned(p):
+        head_dim = max(head_dim, UNALIGNED_DIMS[0])
+        return _config(arch, head_dim, element=element, cache=cache, unaligned=True)
     variants = _variants(arch, head_dim, cache, xmajor)
     whole = p.head_dim == p.value_dim == head_dim
     tma = whole and p.page % BOX == 0
@@ -172,11 +186,6 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return f"a cache of {p.cache_dtype}: takes {p.dtype}, {', '.join(CACHES)}"
     if max(p.head_dim, p.value_dim) > HEAD_DIMS[-1]:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to {HEAD_DIMS[-1]}"
-    if p.copy_bytes < 16:
-        return f"rows that lie on {p.copy_bytes} bytes: takes 16"
-    tokens = 16 // ITEMSIZES[p.cache_dtype]
-    if p.layout is CacheLayout.X_MAJOR and p.page % tokens:
-        return f"x-major pages of {p.page} tokens: takes multiples of {tokens}"
     if p.block_sparse:
         return "block-sparse attention: paged_v2 and paged_v1 take it"
     if p.q_rows not in (Rows.DENSE, Rows.PACKED):

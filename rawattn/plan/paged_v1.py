@@ -9,7 +9,7 @@ from rawattn.cache_configs import PagedV1
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.base import MAX_GRID, Launch
-from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
+from rawattn.problem import MAX_LENGTH, Rows
 from rawattn.registry import KERNELS
 
 CACHES = {
@@ -42,8 +42,6 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return "needs CUDA arrays, found NumPy arrays"
     if device.arch not in KERNELS["paged_v1"].architectures:
         return f"needs one of {', '.join(KERNELS['paged_v1'].architectures)}, found {device.arch}"
-    if p.layout is not CacheLayout.X_MAJOR:
-        return f"a {p.layout.value} cache: takes x-major ones"
     if p.max_q > 1 or p.q_rows is not Rows.DENSE or p.tree:
         return "takes one query a sequence, in a dense batch"
     if p.dtype not in CACHES or (p.quantized and p.dtype == "float32"):

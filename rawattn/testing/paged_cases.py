@@ -85,7 +85,8 @@ class PagedLimits(Narrowed):
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     cache_dtypes: tuple[str, ...] = ("same", "float8_e4m3fn", "float8_e5m2", "int8")
-    head_dims: tuple[int, ...] = tuple(range(8, 257, 8))
+    # others than multiples of 8 move element by element
+    head_dims: tuple[int, ...] = (*range(8, 257, 8), 1, 2, 3, 5, 7, 12, 65, 66, 100, 131, 250)
     layouts: tuple[str, ...] = LAYOUTS
     pages: tuple[int, ...] = (1, 2, 3, 5, 8, 16, 19, 32, 48, 64, 128, 256, 544)
     tables: tuple[str, ...] = TABLES

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
@@ -42,8 +43,10 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
     cache_dtypes = limits.cache_dtypes if draw(st.booleans()) else limits.cache_dtypes[:1]
     cache_dtype = draw(st.sampled_from(cache_dtypes))
     layout = draw(st.sampled_from(limits.layouts))
-    if layout == "x-major" and cache_dtype != "same":
-        head_dim = -(-head_dim // 16) * 16  # whole chunks of 16 bytes
+    stored = dtype if cache_dtype == "same" else cache_dtype
+    if layout == "x-major":
+        chunk = 16 // np.dtype(stored).itemsize
+        head_dim = -(-head_dim // chunk) * chunk
     return PagedCase(
         q_lens=q_lens,
         k_lens=tuple(draw(key_lengths(new, most, page)) for _ in range(batch)),
@@ -66,7 +69,7 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
         tree=draw(st.sampled_from(limits.tree)) and draw(st.booleans()),
         scales=draw(st.sampled_from(("number", "tensor", "heads"))),
         new=new,
-        rotary=draw(st.sampled_from(limits.rotary)) if new else "none",
+        rotary=draw(st.sampled_from(limits.rotary)) if new and head_dim >= 4 else "none",
         split=draw(st.sampled_from(limits.splits)),
         memory=draw(st.sampled_from(limits.memories)),
         data=draw(st.sampled_from(limits.data)),
