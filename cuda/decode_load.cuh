@@ -148,10 +148,9 @@ struct Loader {
     const unsigned keys = ring + stage * Tile::kStageBytes;
     const unsigned values = keys + Tile::kBytes;
     if constexpr (C::unaligned) {
-      const bool on_4_bytes = p.copy_bytes >= 4;
-      copy_unaligned<C>(keys, k, valid, p.head_dim, p.stride_k_chunk, 1, on_4_bytes);
-      copy_unaligned<C>(values, v, valid, p.value_dim, Tile::kTokens * p.stride_v_dim,
-                        p.stride_v_dim, on_4_bytes);
+      const long long dim = p.stride_v_dim;
+      UnalignedCopy<C>{keys, k, valid, p.head_dim, p.stride_k_chunk, 1}.run(p.copy_bytes);
+      UnalignedCopy<C>{values, v, valid, p.value_dim, Tile::kTokens * dim, dim}.run(p.copy_bytes);
     } else if constexpr (C::xmajor) {
       copy_key_columns(p, keys, k, valid);
       copy_value_columns(p, values, v, valid);

@@ -137,6 +137,7 @@ struct PagedV1Params : PagedParams {
   int block_size;         // keys
   int head_sliding_step;  // blocks from a head's offset to the next head's; negative: a KV head's
   int tp_rank;            // times as many heads come before these
+  int column_blocks;      // blocks that share the columns of a row of out, Config::head_dim each
 };
 
 struct PagedV2Params : PagedParams {
@@ -146,6 +147,7 @@ struct PagedV2Params : PagedParams {
   int block_size;
   int head_sliding_step;
   int tp_rank;
+  int column_blocks;
   int partitions;  // of the longest sequence
 };
 

@@ -40,14 +40,6 @@ struct Piece {
     }
   }
 
-  // `from` lies on 4 bytes, and `count` is a whole number of words.
-  __device__ __forceinline__ void load_words(const T* from, int count) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      words[w] = w * kPerWord < count ? reinterpret_cast<const unsigned*>(from)[w] : 0;
-    }
-  }
-
   __device__ __forceinline__ void store(T* to, int count, bool aligned) const {
     if (aligned) {
 #pragma unroll

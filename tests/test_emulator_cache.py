@@ -227,6 +227,8 @@ def test_laws_of_paged_attention(backend: str, law: Any) -> None:
         ("float16", "same", 256, 1, "x-major"),
         ("float32", "same", 66, 16, "NHD"),
         ("float32", "same", 64, 8, "HND"),
+        ("float16", "float8_e4m3fn", 272, 16, "x-major"),
+        ("float16", "same", 520, 3, "NHD"),
     ],
 )
 def test_other_types_and_wide_heads(
@@ -234,7 +236,7 @@ def test_other_types_and_wide_heads(
 ) -> None:
     case = PagedCase(
         q_lens=(1, 1),
-        k_lens=(70, 33),
+        k_lens=(70, 33) if size < 257 else (530, 0),
         dtype=dtype,
         cache_dtype=cache,
         layout=layout,

@@ -94,6 +94,7 @@ CASES = (
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), new=1, rotary="interleaved", split=32),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), layout="x-major", page=8, memory="gaps"),
     PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), layout="x-major", page=5, value_dim=7),
+    PagedCase(**COMMON, q_lens=(1, 1), k_lens=(600, 9), head_dim=576, value_dim=512),
     PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), new=2, rotary="halves", head_dim=65),
     PagedCase(
         **COMMON, q_lens=(1, 3, 2), k_lens=(70, 9, 5), new=4, new_packed=True, packed=True,

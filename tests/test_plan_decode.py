@@ -82,6 +82,7 @@ def test_every_choice_is_compiled() -> None:
     [
         (DECODE, {"tma": True, "features": False, "cluster": 1}),
         (_with(page=24), {"tma": False, "unaligned": False}),
+        (_with(leftpad=True), {"tma": False, "unaligned": False}),
         (_with(copy_bytes=8, max_q=9), {"tma": False, "unaligned": True, "row_tiles": 1}),
         (_with(copy_bytes=2, head_dim=1, value_dim=1), {"unaligned": True, "head_dim": 128}),
         (_with(layout=CacheLayout.X_MAJOR, page=4), {"unaligned": True, "xmajor": False}),
