@@ -23,8 +23,9 @@ struct UnalignedCopy {
   using Cache = typename C::Cache;
   static constexpr int kCount = Tile::kTokens;                // elements of a piece
   static constexpr int kEach = C::unit * Tile::kPieces / 32;  // pieces of a lane
-  static constexpr int kAhead = 32 / kCount;                  // whose loads are under way
-  static constexpr int kWord = kCount / 4;                    // elements of 4 bytes
+  // Pieces whose elements are under way: as many as registers hold.
+  static constexpr int kAhead = (C::head_dim > 128 ? 16 : 32) / kCount;
+  static constexpr int kWord = kCount / 4;  // elements of 4 bytes
   static_assert(C::unit * Tile::kPieces % 32 == 0, "lanes meet in the shuffles");
   static_assert(kEach % kAhead == 0, "pieces come in whole batches");
 
