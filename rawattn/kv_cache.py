@@ -169,9 +169,9 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Slots past the length of a sequence are never read and may hold NaN. Lengths, pages and scales
-    are looked at where they lie in NumPy arrays, and a ValueError names the index at fault; on a
-    GPU only with ``RAWATTN_CHECK=1``.
+    Slots past the length of a sequence are never read and may hold NaN. Lengths, pages,
+    places of new tokens, slopes, sinks and scales are looked at where they lie in NumPy arrays, and
+    a ValueError names the index at fault; on a GPU only with ``RAWATTN_CHECK=1``.
 
     Examples
     --------

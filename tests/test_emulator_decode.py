@@ -95,7 +95,7 @@ CASES = {
     "head sizes 8 and 251": Case(k_lens=(70, 3), head_dim=8, value_dim=251, tma=False),
     "x-major, pages of 5": Case(k_lens=MANY, layout=X_MAJOR, page=5, sms=2, tma=False, group=12),
     "x-major, pages of 1, head sizes 256 and 3": Case(
-        k_lens=RAGGED, layout=X_MAJOR, page=1, head_dim=256, value_dim=3, arch="sm_80", tma=False
+        k_lens=RAGGED, layout=X_MAJOR, page=1, head_dim=256, value_dim=3, tma=False
     ),
     "e4m3, x-major, pages of 8, head sizes 48 and 20": Case(
         k_lens=RAGGED,
