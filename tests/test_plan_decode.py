@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
-from rawattn.problem import CacheLayout, Mask, Scores
+from rawattn.problem import CacheLayout, Mask, Rows, Scores
 
 H200 = Device.named("H200")
 DECODE = PagedProblem(
@@ -110,12 +110,28 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    "problem",
+    [
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=16),
+        _with(layout=CacheLayout.X_MAJOR, page=1, kv_heads=32),
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, q_rows=Rows.PACKED),
+    ],
+)
+def test_odd_pages_that_are_its_own(problem: PagedProblem) -> None:
+    assert decode.refuses(problem, H200) is None
+
+
+@pytest.mark.parametrize(
     ("problem", "words"),
     [
         (_with(dtype="float32", cache_dtype="float32"), "dtype float32"),
         (_with(cache_dtype="float16"), "a cache of float16"),
         (_with(head_dim=512), "head_dim=512"),
         (_with(mask=Mask(right=0, top_left=True)), "top left"),
+        (
+            _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32),
+            "x-major pages of 4 tokens for one row a KV head: paged_v2 takes less time",
+        ),
     ],
 )
 def test_refusals(problem: PagedProblem, words: str) -> None:
