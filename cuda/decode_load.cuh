@@ -2,7 +2,7 @@
 // The loads of decode_split: units of keys and values to shared memory, by TMA or by cp.async.
 #pragma once
 
-#include "decode_tile.cuh"
+#include "decode_load_unaligned.cuh"
 
 // The loads of one warp, which has a ring of stages: each holds the keys and the values of one unit.
 // They run ahead of the arithmetic, across parts, so memory never waits for a merge. The page of the
@@ -147,19 +147,17 @@ struct Loader {
                     kv_head * p.stride_v_head + in_page * p.stride_v_token;
     const unsigned keys = ring + stage * Tile::kStageBytes;
     const unsigned values = keys + Tile::kBytes;
-    if constexpr (C::xmajor) {
+    if constexpr (C::unaligned) {
+      const long long dim = p.stride_v_dim;
+      UnalignedCopy<C>{keys, k, valid, p.head_dim, p.stride_k_chunk, 1}.run(p.copy_bytes);
+      UnalignedCopy<C>{values, v, valid, p.value_dim, Tile::kTokens * dim, dim}.run(p.copy_bytes);
+    } else if constexpr (C::xmajor) {
       copy_key_columns(p, keys, k, valid);
       copy_value_columns(p, values, v, valid);
     } else {
       copy_rows(keys, k, valid, p.head_dim);
       copy_rows(values, v, valid, p.value_dim);
     }
-  }
-
-  static __device__ __forceinline__ const typename C::Cache* of_lane(
-      const typename C::Cache* address, int lane) {
-    const auto bits = reinterpret_cast<unsigned long long>(address);
-    return reinterpret_cast<const typename C::Cache*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
   // NHD, HND: neighbouring lanes copy the pieces of a token, which `from` of its lane points to.

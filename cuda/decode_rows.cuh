@@ -96,8 +96,12 @@ struct Query {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int dim = 16 * step + (Tile::kWide ? 2 * t + 8 * e : 4 * t + 2 * e);
-        q[step][e] =
-            there && dim < p.head_dim ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+        if constexpr (C::unaligned) {
+          q[step][e] = there ? load_pair(from + dim, p.head_dim - dim) : 0;
+        } else {
+          q[step][e] =
+              there && dim < p.head_dim ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+        }
       }
     }
     if constexpr (!Tile::kWide) halve(p);
@@ -112,7 +116,14 @@ struct Query {
       const int row = i / kPieces, dim = i % kPieces * 8;
       uint4 x = make_uint4(0, 0, 0, 0);
       if (row < rows.count && dim < p.head_dim) {
-        x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + dim));
+        if constexpr (C::unaligned) {
+          const unsigned short* from = rows.q_row(p, row) + dim;
+          const int left = p.head_dim - dim;
+          x = make_uint4(load_pair(from, left), load_pair(from + 2, left - 2),
+                         load_pair(from + 4, left - 4), load_pair(from + 6, left - 6));
+        } else {
+          x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + dim));
+        }
       }
       *reinterpret_cast<uint4*>(to + row * kStride + dim) = x;
     }

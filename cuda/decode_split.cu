@@ -112,8 +112,13 @@ __device__ __forceinline__ void store_slice(const DecodeSplitParams& p, const Ro
                 query * p.stride_out_row + head * p.stride_out_head;
     // A NaN that a row met in v must not reach rows that see no key: 0 * NaN.
     const bool empty = x.sum == 0.f;
-    *reinterpret_cast<unsigned*>(out + col) =
-        empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor);
+    if constexpr (C::unaligned) {
+      store_pair(out + col, empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor),
+                 p.value_dim - col);
+    } else {
+      *reinterpret_cast<unsigned*>(out + col) =
+          empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor);
+    }
   }
   if (col == 0 && p.lse != nullptr) {
     p.lse[sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_lse_batch, 1) +
@@ -289,8 +294,12 @@ __device__ __forceinline__ void write_empty(const DecodeSplitParams& p) {
       const int query = row / p.q_heads, head = row % p.q_heads;
       const int lane = threadIdx.x % 32;
       for (int col = 2 * lane; col < p.value_dim; col += 64) {
-        *reinterpret_cast<unsigned*>(out + query * p.stride_out_row + head * p.stride_out_head +
-                                     col) = 0u;
+        auto* to = out + query * p.stride_out_row + head * p.stride_out_head + col;
+        if constexpr (C::unaligned) {
+          store_pair(to, 0u, p.value_dim - col);
+        } else {
+          *reinterpret_cast<unsigned*>(to) = 0u;
+        }
       }
       if (lane == 0 && lse != nullptr) {
         float row_lse;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // New keys and values into the slots of a paged cache, and what else moves rows and blocks about:
-// kv_write, rotary, copy_blocks.
+// kv_write, rotary, sequences, copy_blocks.
 //
 // kv_write. Where a token goes is its slot, block * page + offset: given in slot_mapping, or, where
 // sequences grow, behind the seqused_k tokens that each has, in the pages of its row of block_table.
@@ -19,7 +19,7 @@
 // to the type of k: the bits of a rotation before the call. No approximate instruction.
 #pragma once
 
-#include "params.cuh"
+#include "params_cache.cuh"
 #include "piece.cuh"
 
 // ---- Tokens --------------------------------------------------------------------------------------
@@ -272,6 +272,26 @@ __device__ __forceinline__ void rotary(const RotaryParams& p) {
     turn(piece, p, row, position, first, count);
     piece.store(to + first, count, p.aligned);
   }
+}
+
+// ---- sequences -----------------------------------------------------------------------------------
+
+// The keys of sequences that have new tokens of their own number, or begin behind padding: how many,
+// and, in a contiguous cache that is taken for one of pages that begin at every token, where. Grid:
+// a thread a sequence.
+template <class C>
+__device__ __forceinline__ void sequences(const SequencesParams& p) {
+  const int b = blockIdx.x * C::threads + threadIdx.x;
+  if (b >= p.batch) return;
+  const int used = max(0, min(p.max_k, p.seqused_k[b]));
+  const int added =
+      p.cu_seqlens_new == nullptr ? p.new_k : max(0, p.cu_seqlens_new[b + 1] - p.cu_seqlens_new[b]);
+  const int end = used + min(added, p.max_k - used);
+  const int first = p.leftpad == nullptr ? 0 : max(0, min(end, p.leftpad[b]));
+  p.lengths[b] = end - first;
+  if (p.first_tokens == nullptr) return;
+  const int row = p.cache_batch_idx == nullptr ? b : p.cache_batch_idx[b];
+  p.first_tokens[b] = row * p.row_tokens + first;
 }
 
 // ---- copy_blocks ---------------------------------------------------------------------------------

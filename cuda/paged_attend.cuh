@@ -69,8 +69,9 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
   const int scale_at = row.batch * p.stride_v_scale_batch + row.kv_head * p.stride_v_scale_head;
   const float v_scale = p.v_scale != nullptr ? p.v_scale[scale_at] : p.out_scale;
   const float factor = sum == 0.f ? 0.f : rescale * ptx::rcp_approx(sum) * v_scale;
-  const long long first = row.batch * p.stride_out_batch + row.head * p.stride_out_head;
-  for (int d = threadIdx.x; d < p.value_dim; d += C::threads) {
+  const long long first =
+      row.batch * p.stride_out_batch + row.head * p.stride_out_head + row.first_column;
+  for (int d = threadIdx.x; d < row.columns; d += C::threads) {
     const float x = factor == 0.f ? 0.f : total.out(smem, d) * factor;
     if constexpr (sizeof(typename C::Cache) > 1) {
       static_cast<typename C::Cache*>(p.out)[first + d] = from_float<typename C::Cache>(x);
@@ -80,7 +81,7 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
       static_cast<fp16*>(p.out)[first + d] = from_float<fp16>(x);
     }
   }
-  if (p.lse != nullptr && threadIdx.x == 0) {
+  if (p.lse != nullptr && threadIdx.x == 0 && row.first_column == 0) {
     p.lse[row.batch * p.stride_lse_batch + row.head * p.stride_lse_head] =
         sum == 0.f ? kEmptyMax : (max + ptx::lg2_approx(sum)) * kLn2;
   }

@@ -7,8 +7,9 @@
 //                   \\          |         /
 //                     paged_v2_reduce                    one block a row
 //
-// Grid of paged_v2: (sequences) x (partitions) x (query heads), heads fastest; blocks past the end
-// of their sequence leave at once. Grid of paged_v2_reduce: (sequences) x (query heads).
+// Grid of paged_v2: (sequences) x (partitions) x (blocks of columns) x (query heads), heads fastest;
+// blocks past the end of their sequence leave at once. Grid of paged_v2_reduce: (sequences) x (query
+// heads) x (blocks of columns).
 //
 // A partition leaves in the workspace its max and sum, and out without the division, all float32.
 // What no partition wrote is not read.
@@ -34,9 +35,11 @@ __device__ __forceinline__ void paged_v2(const PagedV2Params& p) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   PagedSmem<C>& smem = *reinterpret_cast<PagedSmem<C>*>(smem_bytes);
   const unsigned head = blockIdx.x % static_cast<unsigned>(p.q_heads);
-  const unsigned rest = blockIdx.x / static_cast<unsigned>(p.q_heads);
+  const unsigned block = blockIdx.x / static_cast<unsigned>(p.q_heads);
+  const unsigned column_blocks = p.column_blocks, rest = block / column_blocks;
   const int partition = rest % static_cast<unsigned>(p.partitions);
-  const PagedRow row(p, rest / static_cast<unsigned>(p.partitions) * p.q_heads + head);
+  const PagedRow row(p, rest / static_cast<unsigned>(p.partitions) * p.q_heads + head,
+                     block - rest * column_blocks, C::head_dim);
   const int first = partition * C::partition;
   if (first >= row.k_len) return;
   const int begin = max(first, PagedSequence(p, row.batch).first_key(p));
@@ -44,11 +47,13 @@ __device__ __forceinline__ void paged_v2(const PagedV2Params& p) {
 
   const PagedTotal<C> total(smem);
   float* part = part_of(p, row, partition);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && row.first_column == 0) {
     part[0] = total.max;
     part[1] = total.sum;
   }
-  for (int d = threadIdx.x; d < p.value_dim; d += C::threads) part[2 + d] = total.out(smem, d);
+  for (int d = threadIdx.x; d < row.columns; d += C::threads) {
+    part[2 + row.first_column + d] = total.out(smem, d);
+  }
 }
 
 template <class C>
@@ -56,7 +61,8 @@ __device__ __forceinline__ void paged_v2_reduce(const PagedV2Params& p) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   PagedSmem<C>& smem = *reinterpret_cast<PagedSmem<C>*>(smem_bytes);
   constexpr int kSteps = C::head_dim / 32;  // dimensions of a lane
-  const PagedRow row(p, blockIdx.x);
+  const unsigned column_blocks = p.column_blocks, number = blockIdx.x / column_blocks;
+  const PagedRow row(p, number, blockIdx.x - number * column_blocks, C::head_dim);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float max = kEmptyMax, sum = 0.f, out[kSteps] = {};
   for (int i = warp; i < ceil_div(row.k_len, C::partition); i += C::warps) {
@@ -69,7 +75,9 @@ __device__ __forceinline__ void paged_v2_reduce(const PagedV2Params& p) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int d = 32 * step + lane;
-      if (d < p.value_dim) out[step] = fmaf(part[2 + d], weight, out[step] * alpha);
+      if (d < row.columns) {
+        out[step] = fmaf(part[2 + row.first_column + d], weight, out[step] * alpha);
+      }
     }
   }
 #pragma unroll

@@ -25,16 +25,20 @@ struct PagedSmem {
 
 // ---- Which keys, of which row --------------------------------------------------------------------
 
-// The row of a block, a (sequence, query head) pair, and its keys [begin, end).
+// The row of a block, a (sequence, query head) pair, of which it has up to `width` columns of out.
 struct PagedRow {
   int batch, head, kv_head;
+  int first_column, columns;
   int k_len;
   const int* pages;
 
-  __device__ __forceinline__ PagedRow(const PagedParams& p, unsigned number)
+  __device__ __forceinline__ PagedRow(const PagedParams& p, unsigned number, int column_block,
+                                      int width)
       : batch(number / static_cast<unsigned>(p.q_heads)),
         head(number % static_cast<unsigned>(p.q_heads)),
-        kv_head(head / p.group) {
+        kv_head(head / p.group),
+        first_column(column_block * width),
+        columns(min(width, p.value_dim - first_column)) {
     const PagedSequence sequence(p, batch);
     k_len = sequence.k_len;
     pages = sequence.pages;
@@ -62,7 +66,7 @@ struct BlockSparse {
   }
 };
 
-// ---- The query, in shared memory -----------------------------------------------------------------
+// ---- The query, as much of it as a tile holds in shared memory -----------------------------------
 
 // 8-bit caches leave the type of q and out to a flag; others have it themselves.
 template <class C>
@@ -76,11 +80,15 @@ __device__ __forceinline__ float read_element(const PagedParams& p, const void* 
 }
 
 template <class C>
+__device__ __forceinline__ float read_q(const PagedParams& p, const PagedRow& row, int d) {
+  return read_element<C>(p, p.q, row.batch * p.stride_q_batch + row.head * p.stride_q_head + d);
+}
+
+template <class C>
 __device__ __forceinline__ void load_q(PagedSmem<C>& smem, const PagedParams& p,
                                        const PagedRow& row) {
-  const long long first = row.batch * p.stride_q_batch + row.head * p.stride_q_head;
   for (int d = threadIdx.x; d < C::head_dim; d += C::threads) {
-    smem.q[d] = d < p.head_dim ? read_element<C>(p, p.q, first + d) : 0.f;
+    smem.q[d] = d < p.head_dim ? read_q<C>(p, row, d) : 0.f;
   }
   __syncthreads();
 }
@@ -103,7 +111,7 @@ struct PagedWarp {
   PagedSmem<C>& smem;
   float max = kEmptyMax;
   float sum = 0.f;         // of the weights of this lane's keys
-  float out[kSteps] = {};  // of dimensions kDimsAtOnce * step + lane / kKeyLanes
+  float out[kSteps] = {};  // of columns kDimsAtOnce * step + lane / kKeyLanes
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int number() { return threadIdx.x / 32; }
@@ -113,27 +121,41 @@ struct PagedWarp {
     const int column = static_cast<unsigned>(key) / static_cast<unsigned>(p.page);
     const auto* k = static_cast<const Cache*>(p.k_cache) + row.pages[column] * p.stride_k_block +
                     row.kv_head * p.stride_k_head + (key - column * p.page) * p.stride_k_token;
-    float dot = 0.f;
-    if (on_16_bytes(k)) {
-      for (int first = 0; first < p.head_dim; first += kAhead * kChunk) {
+    const int head_dim = min(p.head_dim, C::head_dim);
+    float dot = beyond(k);
+    if (on_16_bytes(k) && p.head_dim % kChunk == 0) {
+      for (int first = 0; first < head_dim; first += kAhead * kChunk) {
         Piece<Cache, kChunk> chunks[kAhead];
 #pragma unroll
         for (int c = 0; c < kAhead; ++c, k += p.stride_k_chunk) {
-          if (first + c * kChunk < p.head_dim) chunks[c].load(k, kChunk, true);
+          if (first + c * kChunk < head_dim) chunks[c].load(k, kChunk, true);
         }
 #pragma unroll
         for (int c = 0; c < kAhead; ++c) {
           const int d = first + c * kChunk;
-          if (d < p.head_dim) dot = add_products(dot, &smem.q[d], chunks[c]);
+          if (d < head_dim) dot = add_products(dot, &smem.q[d], chunks[c]);
         }
       }
     } else {
 #pragma unroll 1
-      for (int d = 0; d < p.head_dim; ++d) {
-        dot = fmaf(smem.q[d], to_float(k[d / kChunk * p.stride_k_chunk + d % kChunk]), dot);
-      }
+      for (int d = 0; d < head_dim; ++d) dot = fmaf(smem.q[d], to_float(k[at(d)]), dot);
     }
     return dot;
+  }
+
+  // The part of it that the query does not have in shared memory.
+  __device__ __forceinline__ float beyond(const Cache* k) const {
+    float dot = 0.f;
+#pragma unroll 1
+    for (int d = C::head_dim; d < p.head_dim; ++d) {
+      dot = fmaf(read_q<C>(p, row, d), to_float(k[at(d)]), dot);
+    }
+    return dot;
+  }
+
+  // Where dimension d of a key lies.
+  __device__ __forceinline__ long long at(int d) const {
+    return d / kChunk * p.stride_k_chunk + d % kChunk;
   }
 
   static __device__ __forceinline__ float add_products(float dot, const float* q,
@@ -189,18 +211,18 @@ struct PagedWarp {
     }
     if (!any) return;
     const Cache* v = value(tile + first);
-    if (p.page % kKeysAtOnce == 0 && on_16_bytes(v)) {
+    if (p.stride_v_token == 1 && p.page % kKeysAtOnce == 0 && on_16_bytes(v)) {
 #pragma unroll
       for (int first = 0; first < kSteps; first += kValuesAhead) {
         Piece<Cache, kKeysAtOnce> pieces[kValuesAhead];
 #pragma unroll
         for (int i = 0; i < kValuesAhead; ++i) {
           const int d = dim(first + i);
-          if (d < p.value_dim) pieces[i].load(v + d * p.stride_v_dim, kKeysAtOnce, true);
+          if (d < row.columns) pieces[i].load(v + d * p.stride_v_dim, kKeysAtOnce, true);
         }
 #pragma unroll
         for (int i = 0; i < kValuesAhead; ++i) {
-          if (dim(first + i) < p.value_dim) add_values(out[first + i], w, pieces[i], all_seen);
+          if (dim(first + i) < row.columns) add_values(out[first + i], w, pieces[i], all_seen);
         }
       }
     } else {
@@ -225,20 +247,21 @@ struct PagedWarp {
   __device__ __forceinline__ void add_one(const Cache* v, float weight) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (dim(step) < p.value_dim) {
+      if (dim(step) < row.columns) {
         out[step] = fmaf(weight, to_float(v[dim(step) * p.stride_v_dim]), out[step]);
       }
     }
   }
 
-  // Where the value of a key lies, of dimension 0.
+  // Where the value of a key lies, of the first column.
   __device__ __forceinline__ const Cache* value(int key) const {
     const int column = static_cast<unsigned>(key) / static_cast<unsigned>(p.page);
     return static_cast<const Cache*>(p.v_cache) + row.pages[column] * p.stride_v_block +
-           row.kv_head * p.stride_v_head + (key - column * p.page) * p.stride_v_token;
+           row.kv_head * p.stride_v_head + (key - column * p.page) * p.stride_v_token +
+           row.first_column * p.stride_v_dim;
   }
 
-  // The dimension that out[step] is of.
+  // The column that out[step] is of.
   static __device__ __forceinline__ int dim(int step) {
     return step * kDimsAtOnce + lane() / kKeyLanes;
   }

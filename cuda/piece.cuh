@@ -26,12 +26,17 @@ struct Piece {
         words[w] = x.x, words[w + 1] = x.y, words[w + 2] = x.z, words[w + 3] = x.w;
       }
     } else {
+      load_apart(from, 1, count);
+    }
+  }
+
+  // Element i from from[i * stride].
+  __device__ __forceinline__ void load_apart(const T* from, long long stride, int count) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = 0;
+    for (int w = 0; w < kWords; ++w) words[w] = 0;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (i < count) words[i / kPerWord] |= bits_of(from[i]) << shift(i);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) words[i / kPerWord] |= bits_of(from[i * stride]) << shift(i);
     }
   }
 

@@ -51,6 +51,13 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- Stores to shared memory (PTX ISA: st). ----
+__device__ __forceinline__ void st_shared_16(unsigned dst, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
 // ---- Matrix fragments, shared to registers (PTX ISA: ldmatrix). ----
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned src) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

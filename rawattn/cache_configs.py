@@ -70,6 +70,21 @@ class CopyBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The one specialisation of `sequences` in ``cuda/kv_write.cu``."""
+
+    blocks_per_sm: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
     """One specialisation of ``cuda/merge.cu``."""
 

@@ -61,6 +61,20 @@ class RotaryProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesProblem:
+    """How many keys each sequence of a batch has, and where they begin, worked out on the GPU."""
+
+    batch: int
+
+    @property
+    def empty(self) -> bool:
+        return self.batch == 0
+
+    def __str__(self) -> str:
+        return f"the keys of {self.batch} sequences"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBlocksProblem:
     """Blocks copied to other blocks of the same cache, in each of several caches."""
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from rawattn.arrays import DTYPES, Spec
 from rawattn.paged_problem import Scale
-from rawattn.problem import CacheLayout, check_scalar
+from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar
+from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect
 
 EIGHT_BIT = {  # kv_cache_dtype: dtype
@@ -87,6 +88,32 @@ def scale_of(
         raise ValueError(f"{name} has shape {spec.shape}: accepted are {accepted}")
     expect(name, spec, spec.shape, "float32")
     return shapes[spec.shape]
+
+
+def check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
+    """The arguments in one type each; None where they hide no key."""
+    if sparse is None:
+        return None
+    found = {}
+    for name, value in zip(BlockSparse._fields, sparse, strict=True):
+        argument = name if name == "tp_rank" else f"blocksparse_{name}"
+        number = count(argument, value)
+        least = -MAX_LENGTH if name == "head_sliding_step" else 0
+        if number is None or not least <= number <= MAX_LENGTH:
+            raise ValueError(f"{argument}={value!r}: accepted are integers from {least}")
+        found[name] = number
+    checked = BlockSparse(**found)
+    if checked.vert_stride > 1:
+        if checked.block_size == 0:
+            raise ValueError("blocksparse_block_size=0: accepted are integers from 1")
+        return checked
+    for name in ("local_blocks", "head_sliding_step"):
+        if found[name]:
+            raise ValueError(
+                f"blocksparse_{name}={found[name]}: accepted is 0 unless blocksparse_vert_stride "
+                f"is 2 or more, which turns block-sparse attention on; it is {checked.vert_stride}"
+            )
+    return None
 
 
 # ---- caches --------------------------------------------------------------------------------------
@@ -197,6 +224,33 @@ def cache_strides(cache: Cache, k: Spec, v: Spec) -> dict[str, int]:
         "stride_v_head": v_head,
         "stride_v_dim": v_dim,
     }
+
+
+def row_tokens(names: Any, specs: Any, cache: Cache) -> int:
+    """Tokens from a row of a contiguous cache to the next, if `leftpad` can say where in its row a
+    sequence begins; else the ValueError that it cannot. `names` and `specs` are PagedArrays.
+    """
+    if specs.block_table is not None or specs.kv_indptr is not None:
+        raise ValueError(
+            f"{names.leftpad}: with a table of pages accepted is None; it says where in its row "
+            "of a contiguous cache a sequence begins"
+        )
+    if cache.layout is CacheLayout.X_MAJOR:
+        raise ValueError(f"{names.leftpad}: accepted with layout NHD and HND, not x-major")
+    if 1 in (cache.blocks, cache.page):
+        return cache.page
+    found = []
+    for name in ("k_cache", "v_cache"):
+        row, token, _ = (getattr(specs, name).byte_strides[axis] for axis in _axes(cache.layout))
+        found.append(row // token if token and row % token == 0 else 0)
+    if found[0] != found[1] or not 0 < cache.blocks * found[0] < 2**31:
+        strides = specs.k_cache.byte_strides, specs.v_cache.byte_strides
+        raise ValueError(
+            f"{names.leftpad}: {names.k_cache} and {names.v_cache} have strides {strides[0]} and "
+            f"{strides[1]} bytes: accepted are rows that are as many tokens apart, a whole number, "
+            "in both, and less than 2**31 in all"
+        )
+    return found[0]
 
 
 def steps(spec: Spec) -> tuple[int, ...]:

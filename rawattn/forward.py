@@ -29,6 +29,7 @@ from rawattn.request import (
     check_apart,
     check_lengths,
     check_same,
+    check_scores,
     neighbours,
     plain,
     problem_of,
@@ -66,7 +67,7 @@ class Call:
     scale: float
     softcap: float
     template: launch.Template | None  # None: arrays of NumPy
-    tables: bool  # whether each call checks what tables of lengths hold
+    tables: bool  # whether each call checks what tables of lengths, slopes and sinks hold
     neighbours: tuple[Neighbours, ...]  # what each call checks to be apart
 
     def run(self, views: Arrays) -> None:
@@ -203,7 +204,6 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     if device is not None:
         scalars = kernel_scalars(specs, problem, scale, softcap)
         template = launch.Template(chosen, device, scalars, specs._asdict())
-    lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
     return Call(
         plan=chosen,
         specs=specs,
@@ -211,7 +211,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
         scale=scale,
         softcap=softcap,
         template=template,
-        tables=any(lengths) and (device is None or settings.check),
+        tables=any(given[5:]) and (device is None or settings.check),
         neighbours=neighbours(given),
     )
 
@@ -224,7 +224,7 @@ def _bind(arrays: Fields, options: Options) -> tuple[Call, Arrays]:
     if call.neighbours:
         check_apart(views, call.neighbours)
     if call.tables:
-        _check_lengths(call, Arrays(*views))
+        _check_tables(call, Arrays(*views))
     for place, spec in call.new:
         views[place] = empty(spec)
     return call, Arrays(*views)
@@ -252,12 +252,13 @@ def views_of(arrays: Fields, dtype: str | None) -> list[View | None]:
     return views
 
 
-def _check_lengths(call: Call, views: Arrays) -> None:
-    """Checks what tables of lengths hold; waits for a GPU that holds them."""
+def _check_tables(call: Call, views: Arrays) -> None:
+    """Checks what tables of lengths, slopes and sinks hold; waits for a GPU that holds them."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     given = {name: getattr(views, name) for name in names}
     tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
     check_lengths(call.specs, call.plan.problem, tables)
+    check_scores(*(x and to_host(x) for x in (views.alibi_slopes, views.sink)))
 
 
 def addresses(views: Arrays) -> list[int]:

@@ -17,7 +17,13 @@ from rawattn.paged_call import equal_lengths, operation
 from rawattn.paged_request import FIELDS, WORDS
 
 WITH_KVCACHE = operation(
-    FIELDS._replace(seqused_k="cache_seqlens", k_scale="k_descale", v_scale="v_descale"),
+    FIELDS._replace(
+        seqused_k="cache_seqlens",
+        k_scale="k_descale",
+        v_scale="v_descale",
+        cu_seqlens_new="cu_seqlens_k_new",
+        leftpad="cache_leftpad",
+    ),
     WORDS._replace(return_lse="return_softmax_lse", k_scale="k_descale", v_scale="v_descale"),
 )
 RESHAPE_AND_CACHE = write_operation(
@@ -44,11 +50,13 @@ def flash_attn_with_kvcache(
     rotary_sin: Any = None,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
     block_table: Any = None,
     kv_indptr: Any = None,
     kv_indices: Any = None,
     kv_last_page_len: Any = None,
     cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
@@ -64,6 +72,7 @@ def flash_attn_with_kvcache(
     k_descale: Any = 1.0,
     v_descale: Any = 1.0,
     split_tokens: int = 0,
+    num_splits: int = 0,
     return_softmax_lse: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -94,11 +103,11 @@ def flash_attn_with_kvcache(
           and `(blocks, kv_heads, value_dim, page)`
 
         Any page size from 1; outer strides are free, x-major ones of blocks and heads. Without a
-        table every sequence has one page, its row of a contiguous cache. On a GPU rows of `q` and
-        of the caches, and x-major pages, are multiples of 16 bytes and start on them; only one
-        query a sequence over x-major pages takes others.
+        table every sequence has one page, its row of a contiguous cache. On a GPU it takes longer
+        where rows, or x-major pages, are not multiples of 16 bytes or do not start on them.
     k, v : array, shape `(batch, new_len, kv_heads, head_dim)`, optional
-        New tokens, in the dtype of `q`. Two sequences may not store theirs in one place.
+        New tokens, in the dtype of `q`. With `cu_seqlens_k_new` packed, `(total_k, kv_heads,
+        head_dim)`. Two sequences may not store theirs in one place.
     rotary_cos, rotary_sin : array, shape `(positions, rotary_dim / 2)`, optional
         Turn the first `rotary_dim` columns of `k`, by its position in the sequence, and of `q`: row
         ``i`` by position ``cache_seqlens + i``, or all rows by `cache_seqlens` where there is
@@ -109,6 +118,9 @@ def flash_attn_with_kvcache(
         it a contiguous cache is full. An int makes a new array in every call.
     cache_batch_idx : array, shape `(batch,)`, int32, optional
         Which row of a contiguous cache each sequence has; without it, its own.
+    cache_leftpad : array, shape `(batch,)`, int32, optional
+        Tokens in front of each sequence in its row of a contiguous cache, NHD or HND, that nobody
+        sees. `cache_seqlens`, and positions of rotary tables, count them.
     block_table : array, shape `(batch, max_blocks)`, int32, optional
         The pages of each sequence. Entries past its last page are never read.
     kv_indptr, kv_indices, kv_last_page_len : array, int32, optional
@@ -117,6 +129,8 @@ def flash_attn_with_kvcache(
         tokens.
     cu_seqlens_q : array, shape `(batch + 1,)`, int32, optional
         First row of each sequence in packed queries, and the end of the last.
+    cu_seqlens_k_new : array, shape `(batch + 1,)`, int32, optional
+        The same of packed new tokens, of which a sequence then has any number.
     max_seqlen_q, max_seqlen_k : int, optional
         Bounds of the lengths. By default as many as there is room for.
     causal : bool or "bottom_right"
@@ -124,8 +138,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved : bool
         Whether a pair is columns 2 i and 2 i + 1, else i and rotary_dim / 2 + i.
     tree_mask : array, bool or uint8, optional
-        Which of the last tokens of a sequence see each other, in place of `causal` and of the
-        right side of `window_size`, which then say nothing: shape
+        Which of the last tokens of a sequence see each other, in place of `causal`, which then says
+        nothing, and of a right side of `window_size`, which is refused: shape
         `(batch, q_len, q_len)`, or for packed queries `(total_q, max_seqlen_q)`; row ``i`` sees the
         ``j``-th of the last `q_len` keys where it is not 0, and all keys before them.
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"}
@@ -138,6 +152,9 @@ def flash_attn_with_kvcache(
         Cuts sequences in parts of this many tokens, rounded up to a multiple of 32, whatever else
         is in the batch: a row's bits then do not depend on it. 0 balances the batch, but for
         PagedAttention's kernels, whose parts are always the same.
+    num_splits : int
+        The same said by the number of parts: `split_tokens` such that the longest sequence that
+        there is room for (`max_seqlen_k`) has as many, or fewer; 1 leaves all sequences whole.
     return_softmax_lse : bool
         Whether to return `lse` too.
     workspace : array of uint8, optional
@@ -152,9 +169,9 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Slots past the length of a sequence are never read and may hold NaN. Lengths, pages and scales
-    are looked at where they lie in NumPy arrays, and a ValueError names the index at fault; on a
-    GPU only with ``RAWATTN_CHECK=1``.
+    Slots past the length of a sequence are never read and may hold NaN. Lengths, pages,
+    places of new tokens, slopes, sinks and scales are looked at where they lie in NumPy arrays, and
+    a ValueError names the index at fault; on a GPU only with ``RAWATTN_CHECK=1``.
 
     Examples
     --------
@@ -178,12 +195,12 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, out, lse, block_table, cache_seqlens,
         kv_indptr, kv_indices, kv_last_page_len, cu_seqlens_q, alibi_slopes, sink,
         k_scale, v_scale, tree_mask, None, None, None,
-        k, v, rotary_cos, rotary_sin, cache_batch_idx, workspace,
+        k, v, rotary_cos, rotary_sin, cache_batch_idx, workspace, cu_seqlens_k_new, cache_leftpad,
     )
     options = (  # as PagedOptions has them
         softmax_scale, causal, window_size, softcap, return_softmax_lse, dtype, backend, layout,
         kv_cache_dtype, k_number, v_number, max_seqlen_q, max_seqlen_k, split_tokens,
-        rotary_interleaved,
+        num_splits, rotary_interleaved,
     )
     # fmt: on
     return call(WITH_KVCACHE, arrays, options, plan, stream)

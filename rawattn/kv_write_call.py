@@ -163,7 +163,7 @@ def append_scalars(
     found = write_scalars(specs, cache, options, new.write.tokens, new.write.aligned)
     return found | {
         "stride_table_batch": 0 if table is None else steps(table)[0],
-        "batch": specs.k.shape[0],
+        "batch": specs.seqused_k.shape[0],
         "new_len": new.tokens,
         "max_blocks": 1 if table is None else table.shape[1],
         **rotary_fields(specs, options, new),

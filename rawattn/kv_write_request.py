@@ -111,7 +111,7 @@ def problem_of(
 class Appended(NamedTuple):
     """New tokens of an attention call, all that each sequence gets."""
 
-    tokens: int  # of one sequence
+    tokens: int  # of each sequence; 0 where they are packed, and a table says
     rotary_dim: int  # columns that are turned; 0: none
     write: KvWriteProblem
     rotary: RotaryProblem | None  # of the queries
@@ -123,14 +123,17 @@ def appended(
     """What a paged call appends; None: nothing. Raises as `paged_request.problem_of`."""
     k, v = specs.k, specs.v
     if k is None:
-        for name in ("v", "rotary_cos", "rotary_sin"):
+        for name in ("v", "rotary_cos", "rotary_sin", "cu_seqlens_new"):
             if getattr(specs, name) is not None:
                 raise ValueError(f"{getattr(names, name)}: without {names.k} accepted is None")
         return None
     if v is None:
         raise ValueError(f"{names.v} is None: with {names.k} accepted is an array")
-    expect(names.k, k, (problem.batch, "new_len", cache.kv_heads, cache.head_dim), problem.dtype)
-    expect(names.v, v, (*k.shape[:2], cache.kv_heads, cache.value_dim), problem.dtype)
+    packed = specs.cu_seqlens_new is not None
+    rows = ("total_k",) if packed else (problem.batch, "new_len")
+    expect(names.k, k, (*rows, cache.kv_heads, cache.head_dim), problem.dtype)
+    expect(names.v, v, (*k.shape[:-2], cache.kv_heads, cache.value_dim), problem.dtype)
+    expect(names.cu_seqlens_new, specs.cu_seqlens_new, (problem.batch + 1,), "int32")
     if problem.table is PageTable.CSR or specs.seqused_k is None:
         raise ValueError(
             f"{names.k}: accepted with {names.seqused_k}, the lengths before the new tokens"
@@ -140,17 +143,23 @@ def appended(
             f"{names.k}: new tokens are stored with one scale, or one for each head; accepted are "
             f"{names.k_scale} and {names.v_scale} of shape () and ({cache.kv_heads},)"
         )
-    if k.shape[1] > problem.max_k:
+    new_len = 0 if packed else k.shape[1]
+    if new_len > problem.max_k:
         raise ValueError(
-            f"{names.k} has {k.shape[1]} tokens a sequence: accepted are up to {problem.max_k}, "
+            f"{names.k} has {new_len} tokens a sequence: accepted are up to {problem.max_k}, "
             "the room of the cache"
         )
     for name in ("k_cache", "v_cache"):
         check_layout(getattr(names, name), getattr(specs, name), output=True)
-    return _appended(specs, problem, cache, _rotary_dim(names, specs, problem, k.shape[1]))
+    # Packed queries and tokens: those of a sequence are taken to be as many (`check_tables`).
+    beyond = 0 if packed else max(0, problem.max_q - new_len)
+    turned = _rotary_dim(names, specs, problem, problem.max_k + beyond)
+    return _appended(specs, problem, cache, new_len, turned)
 
 
-def _appended(specs: PagedArrays, problem: PagedProblem, cache: Cache, turned: int) -> Appended:
+def _appended(
+    specs: PagedArrays, problem: PagedProblem, cache: Cache, new_len: int, turned: int
+) -> Appended:
     """What arguments that are accepted append; `turned` columns are turned."""
     k, v = specs.k, specs.v
     tables = [] if turned == 0 else [specs.rotary_cos, specs.rotary_sin]
@@ -158,7 +167,7 @@ def _appended(specs: PagedArrays, problem: PagedProblem, cache: Cache, turned: i
     write = KvWriteProblem(
         dtype=problem.dtype,
         cache_dtype=cache.dtype,
-        tokens=problem.batch * k.shape[1],
+        tokens=k.shape[0] if specs.cu_seqlens_new else problem.batch * new_len,
         kv_heads=cache.kv_heads,
         head_dim=cache.head_dim,
         value_dim=cache.value_dim,
@@ -175,11 +184,11 @@ def _appended(specs: PagedArrays, problem: PagedProblem, cache: Cache, turned: i
             head_dim=problem.head_dim,
             aligned=half % 16 == 0 and _aligned(cache, (), (specs.q, *tables)),
         )
-    return Appended(k.shape[1], turned, write, rotary)
+    return Appended(new_len, turned, write, rotary)
 
 
-def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem, new: int) -> int:
-    """How many columns are turned."""
+def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem, needed: int) -> int:
+    """How many columns are turned, by tables of `needed` positions or more."""
     cos, sin = specs.rotary_cos, specs.rotary_sin
     if cos is None and sin is None:
         return 0
@@ -193,7 +202,7 @@ def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem, n
             f"{names.rotary_cos} and {names.rotary_sin} have rows {cos.byte_strides[0]} and "
             f"{sin.byte_strides[0]} bytes apart: accepted are equal strides"
         )
-    width, needed = 2 * cos.shape[1], problem.max_k + max(0, problem.max_q - new)
+    width = 2 * cos.shape[1]
     if not 0 < width <= problem.head_dim:
         raise ValueError(
             f"{names.rotary_cos} has shape {cos.shape}: accepted are 1 to "

@@ -204,7 +204,7 @@ def paged_attention_v2(
     arrays = (  # as PagedArrays has them
         query, key_cache, value_cache, out, None, block_tables, seq_lens, None, None, None, None,
         alibi_slopes, None, k_array, v_array, None, exp_sum, max_logits, tmp_out,
-        None, None, None, None, None, workspace,
+        None, None, None, None, None, workspace, None, None,
     )
     sparse = (
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
@@ -212,7 +212,7 @@ def paged_attention_v2(
     )
     options = (  # as PagedOptions has them
         scale, False, (-1, -1), 0.0, False, dtype, backend, "x-major", kv_cache_dtype,
-        k_number, v_number, None, max_seq_len, 0, True, sparse, num_kv_heads, block_size,
+        k_number, v_number, None, max_seq_len, 0, 0, True, sparse, num_kv_heads, block_size,
     )
     # fmt: on
     return call(PAGED_ATTENTION, arrays, options, plan, stream)

@@ -14,7 +14,8 @@ import numpy as np
 
 from rawattn import paged_host
 from rawattn.arrays import Spec, SpecKey, View, contiguous, to_device, view
-from rawattn.cache_request import Cache, cache_strides, steps
+from rawattn.cache_problem import SequencesProblem
+from rawattn.cache_request import Cache, cache_strides, row_tokens, steps
 from rawattn.calls import (
     ABSENT,
     Fields,
@@ -102,10 +103,16 @@ class Request:
     problem: PagedProblem
     cache: Cache
     new: Appended | None
+    row_tokens: int  # where sequences begin anywhere in their row, from a row to the next
 
     @property
     def new_k(self) -> int:
         return self.new.tokens if self.new else 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the keys of sequences are worked out by a step of their own."""
+        return self.problem.leftpad or self.specs.cu_seqlens_new is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,7 +128,7 @@ def resolve(
     device = given.q.device
     target = Device.host() if device is None else Device.current(device)
     backend = forced_backend(options.backend, paged_plan.BACKENDS)
-    plans = [*_new_plans(request.new, target), paged_plan.plan(request.problem, target, backend)]
+    plans = [*_first_plans(request, target), paged_plan.plan(request.problem, target, backend)]
     made = None if device is None else _steps(request, plans, device)
     check_workspace(given.workspace, made.workspace_bytes if made else 0)
     specs = request.specs
@@ -158,7 +165,15 @@ def accepted(
     out = given.out or contiguous(out_shape, problem.dtype, device)
     lse = given.lse or (contiguous(lse_shape, "float32", device) if options.return_lse else None)
     specs = given._replace(out=out, lse=lse)
-    return Request(names=names, specs=specs, options=options, problem=problem, cache=cache, new=new)
+    return Request(
+        names=names,
+        specs=specs,
+        options=options,
+        problem=problem,
+        cache=cache,
+        new=new,
+        row_tokens=row_tokens(names, specs, cache) if problem.leftpad else 0,
+    )
 
 
 def _with_axis(x: Spec) -> Spec:
@@ -200,9 +215,12 @@ def _run(arrays: list[Any], *, request: Request, one_query: bool) -> None:
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-def _new_plans(new: Appended | None, device: Device) -> list[Plan]:
+def _first_plans(request: Request, device: Device) -> list[Plan]:
     """Of the steps before attention."""
-    problems = (new.write, new.rotary) if new else ()
+    new = request.new
+    problems: list[Any] = [new.write, new.rotary] if new else []
+    if request.measured:
+        problems.append(SequencesProblem(batch=request.problem.batch))
     return [kv_write.plan(problem, device) for problem in problems if problem is not None]
 
 
@@ -218,8 +236,15 @@ def _steps(request: Request, plans: list[Plan], device: int) -> Steps:
         arrays["block_table"] = Ref(column, arrays["cache_batch_idx"].place)
     if new is not None:
         _add_new(made, request, plans, arrays)
+    new_k = request.new_k
+    if request.measured:
+        _add_sequences(made, request, plans[-2], arrays)
+        new_k = 0
     params = {name: arrays[name] for name in PagedArrays._fields[:PARAMS]}
-    made.add(plans[-1], scalars(request, request.problem, params, request.new_k), params)
+    found = scalars(request, request.problem, params, new_k)
+    if request.problem.leftpad and request.cache.page > 1:  # every token begins a page
+        found |= {f"stride_{x}_block": found[f"stride_{x}_token"] for x in "kv"}
+    made.add(plans[-1], found, params)
     return made
 
 
@@ -250,7 +275,7 @@ def _add_new(made: Steps, request: Request, plans: list[Plan], arrays: dict[str,
             **{name: arrays[name] for name in names},
             **tables,
             "slot_mapping": ABSENT,
-            "cu_seqlens_new": ABSENT,
+            "cu_seqlens_new": arrays["cu_seqlens_new"],
         },
     )
     if new.rotary is not None:
@@ -262,6 +287,26 @@ def _add_new(made: Steps, request: Request, plans: list[Plan], arrays: dict[str,
             {"x": arrays["q"], "y": y, "cu_seqlens_new": arrays["cu_seqlens_q"], **tables},
         )
         arrays["q"] = y
+
+
+def _add_sequences(made: Steps, request: Request, plan: Plan, arrays: dict[str, Ref]) -> None:
+    """The step that works out the keys of sequences, which then are those of `arrays`."""
+    batch = request.problem.batch
+    one_each = contiguous((batch,), "int32", made.device)
+    found = {"lengths": made.temporary(one_each), "first_tokens": ABSENT}
+    if request.problem.leftpad:
+        found["first_tokens"] = made.temporary(contiguous((batch, 1), "int32", made.device))
+    numbers = {
+        "batch": batch,
+        "new_k": request.new_k,
+        "max_k": request.problem.max_k,
+        "row_tokens": request.row_tokens,
+    }
+    names = ("seqused_k", "cu_seqlens_new", "leftpad", "cache_batch_idx")
+    made.add(plan, numbers, {**{name: arrays[name] for name in names}, **found})
+    arrays["seqused_k"] = found["lengths"]
+    if request.problem.leftpad:
+        arrays["block_table"] = found["first_tokens"]
 
 
 def scalars(

@@ -40,6 +40,7 @@ def run(arrays: list[Any], *, problem: PagedProblem, cache: Cache, options: Page
         kv_indptr=a.kv_indptr,
         kv_indices=a.kv_indices,
         kv_last_page_len=a.kv_last_page_len,
+        leftpad=a.leftpad,
         k_scale=scale(a.k_scale, options.k_scale),
         v_scale=scale(a.v_scale, options.v_scale),
     )
@@ -82,10 +83,11 @@ def _append(
     """Stores k and v behind their sequences; returns the arrays with turned queries, and lengths
     that count the new tokens.
     """
-    batch, new = a.k.shape[:2]
-    sequence, place = np.divmod(np.arange(batch * new), max(1, new))
-    positions = a.seqused_k[sequence] + place
-    k = a.k.reshape(-1, *a.k.shape[2:])
+    new = new_lengths(a)
+    sequence, positions = new_places(a.seqused_k, new)
+    k, v = (x.reshape(-1, *x.shape[-2:]) for x in (a.k, a.v))
+    if a.cu_seqlens_new is not None:
+        k, v = (x[a.cu_seqlens_new[0] : a.cu_seqlens_new[-1]] for x in (k, v))
     if a.rotary_cos is not None:
         tables: Any = {"cos": a.rotary_cos, "sin": a.rotary_sin}
         tables["interleaved"] = options.rotary_interleaved
@@ -93,7 +95,7 @@ def _append(
         a = a._replace(q=_turned_queries(a, problem, tables))
     write_cache(
         k,
-        a.v.reshape(-1, *a.v.shape[2:]),
+        v,
         a.k_cache,
         a.v_cache,
         slots_of(a.block_table, sequence, positions, cache.page),
@@ -102,6 +104,20 @@ def _append(
         v_scale=scale(a.v_scale, options.v_scale),
     )
     return a._replace(seqused_k=a.seqused_k + new)
+
+
+def new_lengths(a: PagedArrays) -> Array:
+    """New tokens of each sequence."""
+    if a.cu_seqlens_new is not None:
+        return np.diff(a.cu_seqlens_new)
+    return np.full(len(a.seqused_k), 0 if a.k is None else a.k.shape[1])
+
+
+def new_places(used: Array, new: Array) -> tuple[Array, Array]:
+    """The sequence of each new token, and its position there."""
+    sequence = np.repeat(np.arange(len(used)), new)
+    behind = np.arange(len(sequence)) - np.repeat(np.cumsum(new) - new, new)
+    return sequence, used[sequence] + behind
 
 
 def _turned_queries(a: PagedArrays, problem: PagedProblem, tables: dict[str, Any]) -> Array:

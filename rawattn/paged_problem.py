@@ -64,6 +64,7 @@ class PagedProblem:
     scores: Scores = field(default_factory=Scores)
     tree: bool = False  # a mask among the last queries and keys of each sequence, `tree_mask`
     block_sparse: bool = False  # PagedAttention's: a head sees some blocks of keys only
+    leftpad: bool = False  # sequences begin anywhere in their row of a contiguous cache
     k_scale: Scale = Scale.NONE
     v_scale: Scale = Scale.NONE
     # Tokens of a part, the unit that is merged; 0: whatever balances the batch. Where it is fixed,
@@ -102,6 +103,7 @@ class PagedProblem:
         words = [name for name in Scores.__slots__ if getattr(self.scores, name)]
         words += ["tree mask"] if self.tree else []
         words += ["block-sparse"] if self.block_sparse else []
+        words += ["left padding"] if self.leftpad else []
         words += [f"split {self.split}"] if self.split else []
         window = f"window ({self.mask.left}, {self.mask.right})"
         return (

@@ -14,6 +14,7 @@ from rawattn.cache_request import (
     Cache,
     cache_choice,
     cache_of,
+    check_block_sparse,
     check_cache_scale,
     choice,
     copy_width,
@@ -31,8 +32,7 @@ from rawattn.problem import (
     check_scalar,
     check_window,
 )
-from rawattn.reference_paged import BlockSparse
-from rawattn.request import bound, check_one_device, count, expect, flag, python_bool, result_shapes
+from rawattn.request import bound, check_one_device, expect, flag, python_bool, result_shapes
 
 PARTITION = 512  # tokens of a part, as PagedAttention v2 defines it
 
@@ -68,6 +68,8 @@ class PagedArrays(NamedTuple):
     rotary_sin: Any = None
     cache_batch_idx: Any = None
     workspace: Any = None
+    cu_seqlens_new: Any = None  # of packed new tokens
+    leftpad: Any = None
 
 
 FIELDS = PagedArrays(*PagedArrays._fields)
@@ -90,6 +92,7 @@ class PagedOptions(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     split_tokens: int = 0
+    num_splits: int = 0
     rotary_interleaved: bool = True
     block_sparse: Any = None  # the fields of a BlockSparse
     num_kv_heads: int | None = None  # what the caller says of the cache
@@ -125,8 +128,9 @@ def plain(words: Any, o: PagedOptions) -> PagedOptions:
         max_seqlen_q=natural("max_seqlen_q", o.max_seqlen_q),
         max_seqlen_k=natural(words.max_seqlen_k, o.max_seqlen_k),
         split_tokens=natural("split_tokens", o.split_tokens) or 0,
+        num_splits=natural("num_splits", o.num_splits) or 0,
         rotary_interleaved=flag("rotary_interleaved", o.rotary_interleaved),
-        block_sparse=_check_block_sparse(o.block_sparse),
+        block_sparse=check_block_sparse(o.block_sparse),
         num_kv_heads=natural("num_kv_heads", o.num_kv_heads),
         block_size=natural("block_size", o.block_size),
         common_prefix_len=_given(natural("common_prefix_len", o.common_prefix_len)),
@@ -137,32 +141,6 @@ def _given(length: int | None) -> int:
     if length is None:
         raise TypeError("common_prefix_len is None: accepted are integers from 0")
     return length
-
-
-def _check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
-    """The arguments in one type each; None where they hide no key."""
-    if sparse is None:
-        return None
-    found = {}
-    for name, value in zip(BlockSparse._fields, sparse, strict=True):
-        argument = name if name == "tp_rank" else f"blocksparse_{name}"
-        number = count(argument, value)
-        least = -MAX_LENGTH if name == "head_sliding_step" else 0
-        if number is None or not least <= number <= MAX_LENGTH:
-            raise ValueError(f"{argument}={value!r}: accepted are integers from {least}")
-        found[name] = number
-    checked = BlockSparse(**found)
-    if checked.vert_stride > 1:
-        if checked.block_size == 0:
-            raise ValueError("blocksparse_block_size=0: accepted are integers from 1")
-        return checked
-    for name in ("local_blocks", "head_sliding_step"):
-        if found[name]:
-            raise ValueError(
-                f"blocksparse_{name}={found[name]}: accepted is 0 unless blocksparse_vert_stride "
-                f"is 2 or more, which turns block-sparse attention on; it is {checked.vert_stride}"
-            )
-    return None
 
 
 def _check_causal(causal: Any) -> bool | str:
@@ -218,10 +196,11 @@ def problem_of(
         mask=Mask.of(options.causal, options.window_size),
         scores=_scores(specs, options),
         tree=specs.tree_mask is not None,
+        leftpad=specs.leftpad is not None,
         block_sparse=options.block_sparse is not None,
         k_scale=scales[0],
         v_scale=scales[1],
-        split=options.split_tokens,
+        split=_split(options, max_k),
         copy_bytes=copy_width(
             cache,
             (specs.k_cache, specs.v_cache),
@@ -230,6 +209,16 @@ def problem_of(
     )
     _check_scratch(names, specs, problem)
     return problem, cache
+
+
+def _split(options: PagedOptions, max_k: int) -> int:
+    """Tokens of a part: as many parts as `num_splits` says, or fewer."""
+    if options.num_splits and options.split_tokens:
+        raise ValueError(
+            f"num_splits={options.num_splits} and split_tokens={options.split_tokens}: accepted is "
+            "one of them"
+        )
+    return -(-max_k // options.num_splits) if options.num_splits else options.split_tokens
 
 
 def _cache(names: PagedArrays, specs: PagedArrays, options: PagedOptions) -> Cache:
@@ -306,6 +295,11 @@ def _queries(
         )
     tree = specs.tree_mask
     if tree is not None:
+        if options.window_size[1] >= 0:
+            raise ValueError(
+                f"window_size={options.window_size}: with {names.tree_mask}, which says who sees "
+                "whom on the right side, accepted is (left, -1)"
+            )
         shape = (batch, max_q, max_q) if table is None else ("total_q", "max_q")
         expect(names.tree_mask, tree, shape, "bool", "uint8")
         if table is not None and (tree.shape[0] != q.shape[0] or tree.shape[1] < max_q):
@@ -342,6 +336,7 @@ def _table(
         expect(names.block_table, specs.block_table, (batch, "max_blocks"), "int32")
         expect(names.seqused_k, specs.seqused_k, (batch,), "int32")
         expect(names.cache_batch_idx, specs.cache_batch_idx, (batch,), "int32")
+        expect(names.leftpad, specs.leftpad, (batch,), "int32")
         table, blocks = PageTable.DENSE, 1
         if specs.block_table is None:
             _check_contiguous(names, specs, batch, cache)

@@ -11,10 +11,12 @@ import numpy as np
 
 from rawattn.arrays import View, to_host
 from rawattn.cache_request import Cache
+from rawattn.paged_host import new_places
 from rawattn.paged_problem import PagedProblem
 from rawattn.paged_request import PagedArrays
 from rawattn.reference import Array
-from rawattn.request import check_each, row_lengths
+from rawattn.reference_paged import slots_of
+from rawattn.request import check_each, check_scores, check_values, row_lengths
 
 
 def check_tables(
@@ -25,37 +27,86 @@ def check_tables(
     cache: Cache,
     new_k: int,
 ) -> None:
-    """ValueError, with the index at fault, for a length, a page id or a scale out of bounds; for a
-    NumPy cache that new tokens cannot be written to.
+    """ValueError, with the index at fault, for a length, a page id, a slope, a sink or a scale out
+    of bounds, and for two new tokens of one place; for a NumPy cache that new tokens cannot be
+    written to.
     """
     of = PagedArrays(*views)
     for name in ("k_cache", "v_cache"):
         cached = getattr(of, name).array
-        if new_k and isinstance(cached, np.ndarray) and not cached.flags.writeable:
+        if of.k is not None and isinstance(cached, np.ndarray) and not cached.flags.writeable:
             raise ValueError(
                 f"{getattr(names, name)} is read-only: accepted is an array that can be written"
             )
+    q_lens = [problem.max_q] * problem.batch
     if of.cu_seqlens_q is not None:
         rows = of.q.spec.shape[0]
-        lengths = row_lengths(names.cu_seqlens_q, to_host(of.cu_seqlens_q).tolist(), rows)
+        q_lens = row_lengths(names.cu_seqlens_q, to_host(of.cu_seqlens_q).tolist(), rows)
         what = f"the rows that {names.cu_seqlens_q} gives sequence"
-        check_each(what, lengths, [problem.max_q] * len(lengths))
-    if of.kv_indptr is not None:
-        _check_csr(of, names, problem, cache)
-    elif of.seqused_k is not None:
-        used = to_host(of.seqused_k)
-        what = f"{names.seqused_k} of sequence"
-        check_each(what, used.tolist(), [problem.max_k - new_k] * len(used))
-        if of.block_table is not None:
-            table = to_host(of.block_table)
-            pages = -(-(used + new_k) // cache.page)
-            counted = np.arange(table.shape[1]) < pages[:, None]
-            check_entries(names.block_table, table, counted, cache.blocks)
+        check_each(what, q_lens, [problem.max_q] * len(q_lens))
     if of.cache_batch_idx is not None:
         rows_of = to_host(of.cache_batch_idx)
         check_entries(names.cache_batch_idx, rows_of, np.ones(len(rows_of), bool), cache.blocks)
+    if of.kv_indptr is not None:
+        _check_csr(of, names, problem, cache)
+    else:
+        _check_dense(of, names, problem, cache, new_k, q_lens)
     for name in ("k_scale", "v_scale"):
         check_scales(getattr(names, name), getattr(of, name))
+    check_scores(*(x and to_host(x) for x in (of.alibi_slopes, of.sink)))
+
+
+def _check_dense(
+    of: PagedArrays,
+    names: PagedArrays,
+    problem: PagedProblem,
+    cache: Cache,
+    new_k: int,
+    q_lens: Sequence[int],
+) -> None:
+    """Lengths, page ids and new tokens of sequences that have no CSR table."""
+    used, new = np.full(problem.batch, cache.page), np.full(problem.batch, new_k)
+    if of.cu_seqlens_new is not None:
+        starts = to_host(of.cu_seqlens_new).tolist()
+        new = np.array(row_lengths(names.cu_seqlens_new, starts, of.k.spec.shape[0]), int)
+    if of.seqused_k is not None:
+        used = to_host(of.seqused_k)
+        limits = (problem.max_k - new).tolist()
+        check_each(f"{names.seqused_k} of sequence", used.tolist(), limits)
+    if of.leftpad is not None:
+        check_each(f"{names.leftpad} of sequence", to_host(of.leftpad).tolist(), used.tolist())
+    if of.block_table is not None:
+        table = to_host(of.block_table)
+        pages = -(-(used + new) // cache.page)
+        counted = np.arange(table.shape[1]) < pages[:, None]
+        check_entries(names.block_table, table, counted, cache.blocks)
+    if of.rotary_cos is not None and of.cu_seqlens_new is not None:
+        what = f"the queries, turned by {names.rotary_cos}, of sequence"
+        check_each(what, q_lens, (of.rotary_cos.spec.shape[0] - used).tolist())
+    if of.k is not None:
+        _check_places(of, names, cache, used, new)
+
+
+def _check_places(
+    of: PagedArrays, names: PagedArrays, cache: Cache, used: Array, new: Array
+) -> None:
+    """ValueError for a place of the cache that two new tokens would be stored at."""
+    name, table = names.block_table, np.arange(len(used))[:, None]
+    if of.block_table is not None:
+        table = to_host(of.block_table)
+    elif of.cache_batch_idx is not None:
+        name, table = names.cache_batch_idx, to_host(of.cache_batch_idx)[:, None]
+    sequence, positions = new_places(used, new)
+    slots = slots_of(table, sequence, positions, cache.page)
+    order = np.argsort(slots, kind="stable")
+    twice = np.flatnonzero(np.diff(slots[order]) == 0)
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        block, place = divmod(int(slots[first]), cache.page)
+        raise ValueError(
+            f"{name}: sequences {sequence[first]} and {sequence[second]} would both store a new "
+            f"token at place {place} of block {block}: accepted are places of their own"
+        )
 
 
 def _check_csr(of: PagedArrays, names: PagedArrays, problem: PagedProblem, cache: Cache) -> None:
@@ -91,10 +142,4 @@ def check_scales(name: str, scale: View | None) -> None:
     if scale is None:
         return
     values = np.atleast_1d(to_host(scale))
-    wrong = ~((values > 0) & np.isfinite(values))
-    if wrong.any():
-        index = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"{name}[{', '.join(map(str, index))}] is {values[index]}: accepted are finite numbers "
-            "above 0"
-        )
+    check_values(name, values, (values > 0) & np.isfinite(values), "finite numbers above 0")

@@ -152,22 +152,28 @@ def gather_cache(
     kv_indptr: ArrayLike | None = None,
     kv_indices: ArrayLike | None = None,
     kv_last_page_len: ArrayLike | None = None,
+    leftpad: ArrayLike | None = None,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
 ) -> tuple[Array, Array, Array]:
-    """The keys and values of the sequences, packed: k, v, cu_seqlens_k (B + 1,) int32."""
+    """The keys and values of the sequences, packed: k, v, cu_seqlens_k (B + 1,) int32.
+
+    leftpad : (B,); a sequence begins behind so many of the tokens of its pages. None: with them.
+    """
     k_slots, v_slots = slots(k_cache, layout), slots(v_cache, layout)
     page, kv_heads = k_slots.shape[1:3]
     pages = _pages(page, block_table, seqused_k, kv_indptr, kv_indices, kv_last_page_len)
-    cu_seqlens_k = np.cumsum([0, *(length for _, length in pages)], dtype=np.int32)
+    pads = np.zeros(len(pages), int) if leftpad is None else np.asarray(leftpad)
+    at = [np.arange(pad, length) for pad, (_, length) in zip(pads, pages, strict=True)]
+    lengths = [len(tokens) for tokens in at]
+    cu_seqlens_k = np.cumsum([0, *lengths], dtype=np.int32)
     none = np.empty(0, np.int64)
-    block = np.concatenate([none, *(np.repeat(ids, page)[:length] for ids, length in pages)])
-    offset = np.concatenate([none, *(np.arange(length) % page for _, length in pages)])
+    ids = [of_pages[tokens // page] for (of_pages, _), tokens in zip(pages, at, strict=True)]
+    block, offset = np.concatenate([none, *ids]), np.concatenate([none, *at]) % page
     k, v = (
         x[block, offset].reshape(len(block), kv_heads, math.prod(x.shape[3:]))
         for x in (k_slots, v_slots)
     )
-    lengths = [length for _, length in pages]
     by_token = [
         np.repeat(np.broadcast_to(scale, (len(pages), kv_heads)), lengths, axis=0)
         for scale in (k_scale, v_scale)

@@ -3,7 +3,7 @@
 architectures.
 
 A Config is a frozen dataclass; its fields are the only definition of the `Config` struct that a
-generated unit holds. A Params layout is read from ``cuda/params.cuh``; a unit asserts its size.
+generated unit holds. A Params layout is read from ``cuda/params*.cuh``; a unit asserts its size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rawattn.cache_configs import CopyBlocks, KvWrite, Merge, PagedV1, Rotary
+from rawattn.cache_configs import CopyBlocks, KvWrite, Merge, PagedV1, Rotary, Sequences
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -172,6 +172,9 @@ class DecodeSplit:
     features: bool  # whether windows, causal rows, trees, softcap and ALiBi are compiled in
     cluster: int  # blocks that share one segment; 1: balanced over the grid
     blocks_per_sm: int
+    # whether rows of q, out and the caches may lie anywhere, and x-major pages hold any number of
+    # tokens: elements are moved one by one, whatever the layout; tiles are row by row
+    unaligned: bool = False
 
     @property
     def threads(self) -> int:
@@ -209,7 +212,7 @@ class Kernel:
     name: str
     source: str  # file in the kernel folder
     config: type
-    params: str  # struct in cuda/params.cuh
+    params: str  # struct in cuda/params*.cuh
     architectures: tuple[str, ...]
 
 
@@ -249,6 +252,13 @@ KERNELS: dict[str, Kernel] = {
             source="kv_write.cu",
             config=Rotary,
             params="RotaryParams",
+            architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="sequences",
+            source="kv_write.cu",
+            config=Sequences,
+            params="SequencesParams",
             architectures=ARCHITECTURES,
         ),
         Kernel(
@@ -308,7 +318,7 @@ POINTER = ctypes.c_void_p, 8
 
 @functools.cache
 def params_struct(name: str) -> type[ctypes.Structure]:
-    """The ctypes twin of a struct of ``cuda/params.cuh``: fields that it inherits, then its own.
+    """The ctypes twin of a struct of ``cuda/params*.cuh``: fields that it inherits, then its own.
 
     Padding is a field too, whose name begins with an underscore. Raises KeyError for what is not
     there.
@@ -322,7 +332,8 @@ def params_struct(name: str) -> type[ctypes.Structure]:
             fields.append((f"_{size}", ctypes.c_uint8 * (-size % alignment)))
             size += -size % alignment
 
-    for struct in _with_bases(name, (cuda_folder() / "params.cuh").read_text()):
+    text = "".join(path.read_text() for path in sorted(cuda_folder().glob("params*.cuh")))
+    for struct in _with_bases(name, text):
         for field, (kind, alignment) in struct:
             pad(alignment)
             fields.append((field, kind))
@@ -335,7 +346,7 @@ def _with_bases(name: str, text: str) -> list[list[tuple[str, tuple[Any, int]]]]
     """Names and types of the fields of a struct, after those of the struct that it inherits."""
     found = re.search(rf"^struct {name}(?: : (\w+))? {{\n(.*?)^}};", text, re.S | re.M)
     if found is None:
-        raise KeyError(f"cuda/params.cuh has no struct {name}")
+        raise KeyError(f"cuda/params*.cuh have no struct {name}")
     own = []
     for line in found[2].splitlines():
         if line.split("//")[0].strip():

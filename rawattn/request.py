@@ -23,6 +23,7 @@ from rawattn.problem import (
     check_scalar,
     check_window,
 )
+from rawattn.reference import Array
 from rawattn.tensor_map import describable
 
 
@@ -364,6 +365,22 @@ def row_lengths(name: str, table: Sequence[int], rows: int) -> list[int]:
             raise ValueError(f"{name}[{index}] is {first}: accepted are {floor} to {rows}")
         floor = first
     return [after - first for first, after in itertools.pairwise(table)]
+
+
+def check_scores(slopes: Array | None, sink: Array | None) -> None:
+    """ValueError, with its index, for an ALiBi slope or a sink that makes whole rows NaN."""
+    if slopes is not None:
+        check_values("alibi_slopes", slopes, np.isfinite(slopes), "finite numbers")
+    if sink is not None:
+        check_values("sink", sink, sink < np.inf, "finite numbers and -inf, which is none")
+
+
+def check_values(name: str, values: Array, good: Array, accepted: str) -> None:
+    """ValueError, with its index, for a value that is not good."""
+    if not good.all():
+        index = tuple(int(i) for i in np.argwhere(~good)[0])
+        at = f"[{', '.join(map(str, index))}]" if index else ""
+        raise ValueError(f"{name}{at} is {values[index]}: accepted are {accepted}")
 
 
 def check_each(what: str, values: Sequence[int], limits: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Case:
     kv_heads: int = 2
     group: int = 4
     head_dim: int = 128
+    value_dim: int = 0  # as head_dim
     q_lens: tuple[int, ...] = ()  # all 1
     packed: bool = False
     csr: bool = False
@@ -74,7 +76,7 @@ class Case:
             q_heads=self.kv_heads * self.group,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            value_dim=self.head_dim,
+            value_dim=self.values,
             max_q=max(self.queries),
             max_k=self.max_blocks * self.page,
             page=self.page,
@@ -87,7 +89,19 @@ class Case:
             k_scale=self.scale,
             v_scale=self.scale,
             split=self.split,
+            copy_bytes=self.copy_bytes,
         )
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of arrays without gaps."""
+        tokens = self.page if self.layout is X_MAJOR else 1
+        item = ITEMSIZES[self.cache_dtype or self.dtype] * tokens
+        return math.gcd(16, *(n * size for n in (self.head_dim, self.values) for size in (2, item)))
 
     @property
     def pages(self) -> list[int]:
@@ -144,10 +158,11 @@ class Call:
     def _cache(self, values: bool) -> np.ndarray:
         case, p = self.case, self.case.problem
         blocks, x = sum(case.pages) + SPARE_PAGES, 16 // ITEMSIZES[p.cache_dtype]
+        size = p.value_dim if values else p.head_dim
         shape = {
-            NHD: (blocks, p.page, p.kv_heads, p.head_dim),
-            HND: (blocks, p.kv_heads, p.page, p.head_dim),
-            X_MAJOR: (blocks, p.kv_heads, p.head_dim, p.page)
+            NHD: (blocks, p.page, p.kv_heads, size),
+            HND: (blocks, p.kv_heads, p.page, size),
+            X_MAJOR: (blocks, p.kv_heads, p.value_dim, p.page)
             if values
             else (blocks, p.kv_heads, p.head_dim // x, p.page, x),
         }[p.layout]
@@ -230,7 +245,7 @@ class Call:
 
     def run(self, launch: Launch, seed: int) -> tuple[np.ndarray, np.ndarray]:
         p = self.case.problem
-        out = np.full(self.q.shape, np.nan, self.q.dtype)
+        out = np.full((*self.q.shape[:-1], p.value_dim), np.nan, self.q.dtype)
         lse = np.full((*self.q.shape[:-3], p.q_heads, self.q.shape[-3]), np.nan, np.float32)
         given = {
             "q": self.q,
@@ -300,7 +315,7 @@ class Call:
             "page": p.page,
             "window_left": p.mask.left,
             "window_right": p.mask.right,
-            "copy_bytes": 16,
+            "copy_bytes": p.copy_bytes,
             "q_bf16": int(p.dtype == "bfloat16"),
             "scale_log2": p.head_dim**-0.5 * LOG2_E,
             "softcap_log2": self.case.softcap * LOG2_E,

@@ -220,22 +220,26 @@ def test_laws_of_paged_attention(backend: str, law: Any) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize(
-    ("dtype", "cache", "size", "page"),
+    ("dtype", "cache", "size", "page", "layout"),
     [
-        ("float32", "same", 200, 16),
-        ("bfloat16", "float8_e5m2", 96, 32),
-        ("float16", "same", 256, 1),
+        ("float32", "same", 200, 16, "x-major"),
+        ("bfloat16", "float8_e5m2", 96, 32, "x-major"),
+        ("float16", "same", 256, 1, "x-major"),
+        ("float32", "same", 66, 16, "NHD"),
+        ("float32", "same", 64, 8, "HND"),
+        ("float16", "float8_e4m3fn", 272, 16, "x-major"),
+        ("float16", "same", 520, 3, "NHD"),
     ],
 )
 def test_other_types_and_wide_heads(
-    backend: str, dtype: str, cache: str, size: int, page: int
+    backend: str, dtype: str, cache: str, size: int, page: int, layout: str
 ) -> None:
     case = PagedCase(
         q_lens=(1, 1),
-        k_lens=(70, 33),
+        k_lens=(70, 33) if size < 257 else (530, 0),
         dtype=dtype,
         cache_dtype=cache,
-        layout="x-major",
+        layout=layout,
         page=page,
         head_dim=size,
         value_dim=size - 3,

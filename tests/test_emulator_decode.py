@@ -75,6 +75,48 @@ CASES = {
     "e5m2, pages of 8": Case(
         k_lens=RAGGED, page=8, tma=False, cache_dtype="float8_e5m2", scale=Scale.HEAD
     ),
+    # element by element
+    "head size 1": Case(k_lens=RAGGED, head_dim=1, page=1, group=1, tma=False),
+    "head sizes 65 and 7, window": Case(
+        k_lens=RAGGED,
+        head_dim=65,
+        value_dim=7,
+        page=5,
+        layout=HND,
+        q_lens=DRAFTS,
+        packed=True,
+        mask=Mask(left=20, right=2),
+        sink=True,
+        tma=False,
+    ),
+    "head size 100, many, CSR": Case(
+        k_lens=MANY, head_dim=100, page=3, sms=2, csr=True, dtype="float16", tma=False
+    ),
+    "head sizes 8 and 251": Case(k_lens=(70, 3), head_dim=8, value_dim=251, tma=False),
+    "x-major, pages of 5": Case(k_lens=MANY, layout=X_MAJOR, page=5, sms=2, tma=False, group=12),
+    "x-major, pages of 1, head sizes 256 and 3": Case(
+        k_lens=RAGGED, layout=X_MAJOR, page=1, head_dim=256, value_dim=3, tma=False
+    ),
+    "e4m3, x-major, pages of 8, head sizes 48 and 20": Case(
+        k_lens=RAGGED,
+        layout=X_MAJOR,
+        page=8,
+        head_dim=48,
+        value_dim=20,
+        cache_dtype="float8_e4m3fn",
+        scale=Scale.HEAD,
+        tma=False,
+    ),
+    "int8, head sizes 133 and 29": Case(
+        k_lens=RAGGED,
+        head_dim=133,
+        value_dim=29,
+        cache_dtype="int8",
+        scale=Scale.TENSOR,
+        dtype="float16",
+        split=64,
+        tma=False,
+    ),
 }
 
 

@@ -165,12 +165,16 @@ def test_a_graph_follows_lengths(cupy: Any, no_allocation: Any, layout: str) -> 
             assert same(call["out"], want[0]) and same(call["lse"], want[1])
 
 
-def test_a_graph_of_growing_sequences(cupy: Any, no_allocation: Any) -> None:
+@pytest.mark.parametrize("measured", [False, True], ids=["new", "packed and padded"])
+def test_a_graph_of_growing_sequences(cupy: Any, no_allocation: Any, measured: bool) -> None:
     """Tokens are appended, turned and attended to in a graph; lengths move between replays."""
-    call = arguments(cupy, causal=True, new=1, rotary="interleaved", k_lens=(300, 40, 3))
+    more = {"new_packed": True, "leftpad": True, "table": "rows", "seed": 5} if measured else {}
+    new = 3 if measured else 1
+    call = arguments(cupy, causal=True, new=new, rotary="interleaved", k_lens=(300, 40, 30), **more)
     lengths = call["cache_seqlens"]
     plan = rawattn.prepare(rawattn.flash_attn_with_kvcache, **call)
-    assert [p.backend for p in plan.plans] == ["kv_write", "rotary", "decode_split"]
+    steps = ["kv_write", "rotary", *(["sequences"] if measured else []), "decode_split"]
+    assert [p.backend for p in plan.plans] == steps
     assert plan.workspace_size > 0
     caches = call["k_cache"].copy(), call["v_cache"].copy()
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -93,7 +93,19 @@ CASES = (
     PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), new=2, rotary="halves", causal=True),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), new=1, rotary="interleaved", split=32),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), layout="x-major", page=8, memory="gaps"),
-)
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), layout="x-major", page=5, value_dim=7),
+    PagedCase(**COMMON, q_lens=(1, 1), k_lens=(600, 9), head_dim=576, value_dim=512),
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), new=2, rotary="halves", head_dim=65),
+    PagedCase(
+        **COMMON, q_lens=(1, 3, 2), k_lens=(70, 9, 5), new=4, new_packed=True, packed=True,
+        rotary="interleaved", causal=True, seed=3,
+    ),
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 0), table="rows", leftpad=True, window=(9, 0)),
+    PagedCase(
+        **COMMON, q_lens=(2, 2), k_lens=(70, 9), table="rows", leftpad=True, layout="HND",
+        memory="gaps", new=2, new_packed=True, rotary="halves", causal=True, alibi=True,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -101,7 +113,7 @@ def test_what_few_examples_would_miss(executor: str, case: PagedCase) -> None:
     try:
         law_paged_matches_reference(EXECUTORS[executor][0](), case)
     except Unsupported as refusal:
-        assert executor.startswith("cuda paged_"), refusal  # takes one query, x-major
+        assert executor.startswith("cuda paged_"), refusal  # takes one query
 
 
 def test_a_law_says_whether_it_is_about_an_op() -> None:

@@ -39,7 +39,7 @@ def test_the_first_that_takes_it() -> None:
 
 def test_what_nobody_takes_has_all_reasons() -> None:
     with pytest.raises(Unsupported) as caught:
-        plan(replace(DECODE, layout=CacheLayout.NHD, head_dim=300), H200)
+        plan(replace(DECODE, layout=CacheLayout.NHD, head_dim=300, max_q=2), H200)
     message = str(caught.value)
     assert all(f"{backend.name}: " in message for backend in BACKENDS)
     assert "over a NHD cache of bfloat16, page 16" in message
@@ -111,7 +111,7 @@ def test_the_command_says_what_the_planner_says(run: Any) -> None:
     assert found["backend"] == made.backend == "decode_split"
     assert found["workspace_bytes"] == made.workspace_bytes > 0
     assert found["problem"]["layout"] == "x-major" and found["problem"]["page"] == 16
-    refused = run("plan --device H200 --cache NHD --head-dim 300 --json")
+    refused = run("plan --device H200 --cache NHD --head-dim 300 --q-len 2 --json")
     assert refused.code == 2 and len(refused.facts["passed_over"]) == len(BACKENDS)
     assert run("plan --device H200 --cache NHD --cache-dtype fp4").code == 2
 

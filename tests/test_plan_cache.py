@@ -168,12 +168,10 @@ def test_what_is_refused(plan: Any, problem: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": CacheLayout.NHD}, "a NHD cache: takes x-major ones"),
         ({"max_q": 2}, "takes one query a sequence"),
         ({"q_rows": Rows.PACKED}, "takes one query a sequence"),
         ({"tree": True}, "takes one query a sequence"),
         ({"dtype": "float32", "cache_dtype": "int8"}, "takes 8-bit ones with 16-bit queries"),
-        ({"value_dim": 257}, "head_dim=128, value_dim=257: takes up to 256"),
         ({"max_k": 2**30 + 1}, "sequences of 1073741825 keys"),
         ({"batch": 2**27}, "134217728 x 32 rows"),
     ],
@@ -182,6 +180,15 @@ def test_what_paged_attention_refuses(changes: dict[str, Any], words: str) -> No
     problem = replace(DECODE, **changes)
     assert words in str(paged_v1.refuses(problem, H200))
     assert paged_v2.refuses(problem, H200) == paged_v1.refuses(problem, H200)
+
+
+def test_long_rows_are_shared_by_blocks() -> None:
+    wide = replace(DECODE, head_dim=576, value_dim=513)
+    (alone,) = paged_v1.launches(wide, H200)
+    assert (alone.config.head_dim, alone.grid) == (256, DECODE.batch * DECODE.q_heads * 3)
+    assert dict(alone.scalars) == {"column_blocks": 3}
+    first, second = paged_v2.launches(wide, H200)
+    assert (first.grid, second.grid) == (alone.grid * 8, alone.grid)
 
 
 def test_more_partitions_than_a_grid_has_blocks() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
-from rawattn.problem import CacheLayout, Mask, Scores
+from rawattn.problem import CacheLayout, Mask, Rows, Scores
 from tests.problems import decode_problem
 
 H200 = Device.named("H200")
@@ -69,7 +69,16 @@ def test_every_choice_is_compiled() -> None:
     ("problem", "chosen"),
     [
         (DECODE, {"tma": True, "features": False, "cluster": 1}),
-        (_with(page=24), {"tma": False}),
+        (_with(page=24), {"tma": False, "unaligned": False}),
+        (_with(leftpad=True), {"tma": False, "unaligned": False}),
+        (_with(copy_bytes=8, max_q=9), {"tma": False, "unaligned": True, "row_tiles": 1}),
+        (_with(copy_bytes=2, head_dim=1, value_dim=1), {"unaligned": True, "head_dim": 128}),
+        (_with(layout=CacheLayout.X_MAJOR, page=4), {"unaligned": True, "xmajor": False}),
+        (_with(layout=CacheLayout.X_MAJOR, page=8), {"unaligned": False, "xmajor": True}),
+        (
+            _with(layout=CacheLayout.X_MAJOR, page=8, cache_dtype="int8"),
+            {"unaligned": True, "cache": "int8"},
+        ),
         (_with(head_dim=96, value_dim=96), {"tma": False, "head_dim": 128}),
         (_with(mask=Mask(left=100, right=0)), {"tma": True, "features": True}),
         (_with(scores=Scores(softcap=True)), {"features": True}),
@@ -89,14 +98,28 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    "problem",
+    [
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=16),
+        _with(layout=CacheLayout.X_MAJOR, page=1, kv_heads=32),
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, q_rows=Rows.PACKED),
+    ],
+)
+def test_odd_pages_that_are_its_own(problem: PagedProblem) -> None:
+    assert decode.refuses(problem, H200) is None
+
+
+@pytest.mark.parametrize(
     ("problem", "words"),
     [
         (_with(dtype="float32", cache_dtype="float32"), "dtype float32"),
         (_with(cache_dtype="float16"), "a cache of float16"),
         (_with(head_dim=512), "head_dim=512"),
-        (_with(copy_bytes=8), "8 bytes"),
-        (_with(layout=CacheLayout.X_MAJOR, page=4), "x-major pages of 4"),
         (_with(mask=Mask(right=0, top_left=True)), "top left"),
+        (
+            _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32),
+            "x-major pages of 4 tokens for one row a KV head: paged_v2 takes less time",
+        ),
     ],
 )
 def test_refusals(problem: PagedProblem, words: str) -> None:

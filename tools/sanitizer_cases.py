@@ -49,12 +49,13 @@ PAGED_CASES = (
         for backend in ("paged_v1", "paged_v2")
         for changes in (
             {},
+            {"layout": "NHD", "head_dim": 300, "value_dim": 270},
             {"page": 5, "value_dim": 13, "head_dim": 40, "alibi": True, "sink": True},
             {"cache_dtype": "float8_e4m3fn", "scales": "heads", "page": 32, "softcap": 20.0},
         )
     ),
     *(
-        ("decode_split", dataclasses.replace(DECODE, value_dim=128, **changes))
+        ("decode_split", dataclasses.replace(DECODE, **{"value_dim": 128, **changes}))
         for changes in (
             {},
             {"page": 5, "window": (300, 0)},
@@ -62,6 +63,16 @@ PAGED_CASES = (
             {"layout": "HND", "cache_dtype": "float8_e4m3fn", "dtype": "float16"},
             {"q_lens": (4, 4, 4), "k_lens": (700, 4, 33), "causal": True, "split": 64},
             {"k_lens": (700, 3, 33), "new": 1, "rotary": "halves", "memory": "gaps"},
+            {"head_dim": 65, "value_dim": 7, "page": 3, "table": "csr"},
+            {"head_dim": 100, "q_lens": (2, 2, 2), "layout": "HND", "cache_dtype": "int8"},
+            {"layout": "x-major", "page": 5, "value_dim": 66},
+            {
+                "table": "rows",
+                "leftpad": True,
+                "k_lens": (700, 3, 33),
+                "new": 3,
+                "new_packed": True,
+            },
         )
     ),
 )

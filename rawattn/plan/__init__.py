@@ -45,6 +45,7 @@ CONFIGS: dict[str, Callable[[str], Iterator[Config]]] = {
     "fwd_sm90_self": fwd_sm90.self_configs,
     "kv_write": kv_write.configs,
     "rotary": kv_write.rotary_configs,
+    "sequences": kv_write.sequences_configs,
     "copy_blocks": kv_write.copy_configs,
     "merge": merge.configs,
     "paged_v1": paged_v1.configs,

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
+from rawattn.plan import paged_v2
 from rawattn.plan.base import ELEMENTS, Launch, Part, TensorMap
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import KERNELS, DecodeSplit
 
 CACHES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 HEAD_DIMS = (64, 128, 256)  # of tiles
+UNALIGNED_DIMS = HEAD_DIMS[1:]  # of those whose elements are moved one by one: few configs
 WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as registers hold
 # Shared memory that a block can have.
 SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
@@ -43,6 +45,7 @@ def _config(
     features: bool = True,
     wide: bool = False,
     cluster: int = 1,
+    unaligned: bool = False,
 ) -> DecodeSplit:
     """The Config of these properties; a wide one has tiles for many rows. As many warps and stages
     as reach IN_FLIGHT, or as shared memory holds.
@@ -61,6 +64,7 @@ def _config(
         features=features,
         cluster=cluster,
         blocks_per_sm=1,
+        unaligned=unaligned,
     )
     while True:
         wanted = IN_FLIGHT // (config.warps * 2 * config.unit * row)
@@ -107,6 +111,19 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
                         features=features,
                         wide=wide,
                     )
+        for head_dim in UNALIGNED_DIMS:
+            yield _config(arch, head_dim, element=element, cache=cache, unaligned=True)
+
+
+def _turned(p: PagedProblem) -> bool:
+    """Whether values of an x-major cache lie in no whole pieces, and come element by element."""
+    tokens = 16 // ITEMSIZES[p.cache_dtype]
+    return p.layout is CacheLayout.X_MAJOR and p.page % tokens != 0
+
+
+def _unaligned(p: PagedProblem) -> bool:
+    """Whether there are rows, or pieces of x-major values, that are no 16 bytes on 16 bytes."""
+    return p.copy_bytes < 16 or _turned(p)
 
 
 def _clustered(arch: str, element: str, xmajor: bool) -> DecodeSplit:
@@ -130,9 +147,12 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     head_dim = next(d for d in HEAD_DIMS if d >= max(p.head_dim, p.value_dim))
     cache = CACHES.get(p.cache_dtype) or ELEMENTS[p.cache_dtype]
     element = "fp16" if p.quantized else cache
+    if _unaligned(p):
+        head_dim = max(head_dim, UNALIGNED_DIMS[0])
+        return _config(arch, head_dim, element=element, cache=cache, unaligned=True)
     variants = _variants(arch, head_dim, cache, xmajor)
     whole = p.head_dim == p.value_dim == head_dim
-    tma = whole and p.page % BOX == 0
+    tma = whole and p.page % BOX == 0 and not p.leftpad
     masked = p.mask.left >= 0 or (p.mask.right >= 0 and p.max_q > 1) or p.tree
     features = masked or p.scores.softcap or p.scores.alibi
     # A fixed split promises bits that do not depend on the longest query of the batch either.
@@ -172,11 +192,6 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return f"a cache of {p.cache_dtype}: takes {p.dtype}, {', '.join(CACHES)}"
     if max(p.head_dim, p.value_dim) > HEAD_DIMS[-1]:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to {HEAD_DIMS[-1]}"
-    if p.copy_bytes < 16:
-        return f"rows that lie on {p.copy_bytes} bytes: takes 16"
-    tokens = 16 // ITEMSIZES[p.cache_dtype]
-    if p.layout is CacheLayout.X_MAJOR and p.page % tokens:
-        return f"x-major pages of {p.page} tokens: takes multiples of {tokens}"
     if p.block_sparse:
         return "block-sparse attention: paged_v2 and paged_v1 take it"
     if p.q_rows not in (Rows.DENSE, Rows.PACKED):
@@ -187,6 +202,10 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
     if p.split < 0 or p.split > MAX_LENGTH:
         return f"split={p.split}: takes 0 to {MAX_LENGTH}"
+    if p.rows == 1 and p.page > 1 and _turned(p) and paged_v2.refuses(p, device) is None:
+        # 407 and 230 us, pages of 4; alike with two rows; 403 and 763 us with four (H200,
+        # 2026-11-30)
+        return f"x-major pages of {p.page} tokens for one row a KV head: paged_v2 takes less time"
     return None
 
 

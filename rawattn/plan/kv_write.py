@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of ``cuda/kv_write.cu``: storing tokens, turning queries, copying blocks."""
+"""Plans of ``cuda/kv_write.cu``: storing tokens, turning queries, measuring sequences, copying
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from rawattn.cache_configs import CopyBlocks, KvWrite, Rotary
-from rawattn.cache_problem import CopyBlocksProblem, KvWriteProblem, RotaryProblem
+from rawattn.cache_configs import CopyBlocks, KvWrite, Rotary, Sequences
+from rawattn.cache_problem import (
+    CopyBlocksProblem,
+    KvWriteProblem,
+    RotaryProblem,
+    SequencesProblem,
+)
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES
 from rawattn.plan.base import MAX_GRID, REFERENCE, Backend, Launch, Plan, choose
@@ -108,6 +115,25 @@ def rotary_launches(p: RotaryProblem, device: Device) -> tuple[Launch, ...]:
     )
 
 
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def sequences_configs(arch: str) -> Iterator[Sequences]:
+    """The only Config."""
+    yield Sequences()
+
+
+def refuses_sequences(p: SequencesProblem, device: Device) -> str | None:
+    """Why the kernel does not take a problem; None: it does."""
+    return _refuses_device("sequences", device)
+
+
+def sequences_launches(p: SequencesProblem, device: Device) -> tuple[Launch, ...]:
+    """One launch: a thread a sequence."""
+    config = Sequences()
+    return (Launch(kernel="sequences", config=config, grid=-(-p.batch // config.threads)),)
+
+
 # ---- copy_blocks ---------------------------------------------------------------------------------
 
 
@@ -162,6 +188,10 @@ BACKENDS: dict[type, tuple[Backend, ...]] = {
     ),
     RotaryProblem: (
         Backend(name="rotary", refuses=refuses_rotary, launches=rotary_launches),
+        REFERENCE,
+    ),
+    SequencesProblem: (
+        Backend(name="sequences", refuses=refuses_sequences, launches=sequences_launches),
         REFERENCE,
     ),
     CopyBlocksProblem: (

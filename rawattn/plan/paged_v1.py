@@ -9,7 +9,7 @@ from rawattn.cache_configs import PagedV1
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.base import MAX_GRID, Launch
-from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
+from rawattn.problem import MAX_LENGTH, Rows
 from rawattn.registry import KERNELS
 
 CACHES = {
@@ -25,7 +25,8 @@ HEAD_DIMS = (128, 256)
 
 def config(p: PagedProblem) -> PagedV1:
     """The Config for a problem that `refuses` does not refuse."""
-    head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.value_dim) <= d)
+    size = max(p.head_dim, p.value_dim)
+    head_dim = next((d for d in HEAD_DIMS if size <= d), HEAD_DIMS[-1])
     return PagedV1(cache=CACHES[p.cache_dtype], head_dim=head_dim)
 
 
@@ -42,21 +43,30 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return "needs CUDA arrays, found NumPy arrays"
     if device.arch not in KERNELS["paged_v1"].architectures:
         return f"needs one of {', '.join(KERNELS['paged_v1'].architectures)}, found {device.arch}"
-    if p.layout is not CacheLayout.X_MAJOR:
-        return f"a {p.layout.value} cache: takes x-major ones"
     if p.max_q > 1 or p.q_rows is not Rows.DENSE or p.tree:
         return "takes one query a sequence, in a dense batch"
     if p.dtype not in CACHES or (p.quantized and p.dtype == "float32"):
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes 8-bit ones with 16-bit queries"
-    if max(p.head_dim, p.value_dim) > HEAD_DIMS[-1]:
-        return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to {HEAD_DIMS[-1]}"
     if p.max_k > MAX_LENGTH:
         return f"sequences of {p.max_k} keys: takes up to {MAX_LENGTH}"
-    if p.batch * p.q_heads > MAX_GRID:
+    if p.batch * p.q_heads * column_blocks(p) > MAX_GRID:
         return f"{p.batch} x {p.q_heads} rows: takes up to {MAX_GRID}"
     return None
 
 
+def column_blocks(p: PagedProblem) -> int:
+    """Blocks that share the columns of a row of out."""
+    return -(-p.value_dim // config(p).head_dim)
+
+
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
-    """One launch: a block a (sequence, query head) pair."""
-    return (Launch(kernel="paged_v1", config=config(p), grid=p.batch * p.q_heads),)
+    """One launch: a block a (sequence, query head) pair, and block of columns."""
+    blocks = column_blocks(p)
+    return (
+        Launch(
+            kernel="paged_v1",
+            config=config(p),
+            grid=p.batch * p.q_heads * blocks,
+            scalars=(("column_blocks", blocks),),
+        ),
+    )

@@ -36,7 +36,7 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
     if reason := paged_v1.refuses(p, device):
         return reason
-    blocks = p.batch * p.q_heads * _partitions(p)
+    blocks = p.batch * p.q_heads * _partitions(p) * paged_v1.column_blocks(p)
     if blocks > MAX_GRID:
         return f"a grid of {blocks} blocks: takes up to {MAX_GRID}; max_seq_len= may help"
     return None
@@ -50,14 +50,17 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     if partitions <= 1:
         return paged_v1.launches(p, device)
     config, rows = paged_v1.config(p), p.batch * p.q_heads
-    scalars = (("partitions", partitions),)
+    blocks = paged_v1.column_blocks(p)
+    scalars = (("partitions", partitions), ("column_blocks", blocks))
     return (
         Launch(
             kernel="paged_v2",
             config=config,
-            grid=rows * partitions,
+            grid=rows * partitions * blocks,
             scalars=scalars,
             workspace_bytes=4 * rows * partitions * (p.value_dim + 2),
         ),
-        Launch(kernel="paged_v2_reduce", config=_reducing(config), grid=rows, scalars=scalars),
+        Launch(
+            kernel="paged_v2_reduce", config=_reducing(config), grid=rows * blocks, scalars=scalars
+        ),
     )

@@ -25,7 +25,8 @@ SCALES = ("number", "tensor", "heads")  # of 8-bit caches: a float, (1,), (Hkv,)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PagedCase:
     """One call. `q_lens` and `k_lens` hold a length a sequence; keys count those of the queries,
-    and the `new` last ones of every sequence are appended by the call. The rest means what the
+    and the `new` last ones of every sequence, or up to as many where they are packed, are appended
+    by the call. The rest means what the
     arguments of `flash_attn_with_kvcache` mean.
     """
 
@@ -50,6 +51,8 @@ class PagedCase:
     tree: bool = False
     scales: str = "number"
     new: int = 0
+    new_packed: bool = False
+    leftpad: bool = False
     rotary: str = "none"
     split: int = 0
     memory: str = "contiguous"
@@ -62,6 +65,9 @@ class PagedCase:
         assert self.q_heads % self.kv_heads == 0, "whole groups of query heads"
         assert self.new == 0 or self.table != "csr", "tables that grow"
         assert self.new <= min(self.k_lens, default=self.new), "new tokens are keys"
+        assert not self.leftpad or (self.table == "rows" and self.layout != "x-major"), (
+            "padded rows"
+        )
         assert self.rotary == "none" or self.new, "keys that are turned are new"
         assert self.layout in LAYOUTS and self.table in TABLES and self.memory in MEMORIES
         assert self.data in DATA and self.rotary in ROTARY and self.scales in SCALES
@@ -85,12 +91,15 @@ class PagedLimits(Narrowed):
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     cache_dtypes: tuple[str, ...] = ("same", "float8_e4m3fn", "float8_e5m2", "int8")
-    head_dims: tuple[int, ...] = tuple(range(8, 257, 8))
+    # others than multiples of 8 move element by element
+    head_dims: tuple[int, ...] = (*range(8, 257, 8), 1, 2, 3, 5, 7, 12, 65, 66, 100, 131, 250)
     layouts: tuple[str, ...] = LAYOUTS
     pages: tuple[int, ...] = (1, 2, 3, 5, 8, 16, 19, 32, 48, 64, 128, 256, 544)
     tables: tuple[str, ...] = TABLES
     memories: tuple[str, ...] = MEMORIES
     rotary: tuple[str, ...] = ROTARY
+    new_packed: tuple[bool, ...] = (False, True)
+    leftpad: tuple[bool, ...] = (False, True)
     splits: tuple[int, ...] = (0, 16, 32, 64, 96, 256)
     packed: tuple[bool, ...] = (False, True)
     causal: tuple[bool, ...] = (False, True)

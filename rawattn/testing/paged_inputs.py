@@ -23,8 +23,8 @@ NOWHERE = (-1, 2_147_480_000)  # what table entries of nobody may hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedTensors:
-    """The sequences of a case. Keys and values are as the cache holds them; the `new` last ones of
-    each are in the dtype of q, not turned and not divided.
+    """The sequences of a case. Keys and values are as the cache holds them; the new ones, the last
+    of each, are in the dtype of q, not turned and not divided.
     """
 
     case: PagedCase
@@ -33,6 +33,7 @@ class PagedTensors:
     v: list[Array]
     new_k: list[Array]  # (new, Hkv, D)
     new_v: list[Array]
+    pads: list[int]  # tokens in front of it, in its row of the cache
     k_scale: Array  # float32, (Hkv,): all equal unless scales are of heads
     v_scale: Array
     tree: list[Array]  # (Sq, Sq) bool
@@ -43,8 +44,8 @@ class PagedTensors:
 
     def keys(self, b: int) -> tuple[Array, Array]:
         """All keys and values of a sequence as the cache holds them after the call."""
-        dtype, old = np.dtype(self.case.stored), len(self.k[b])
-        k = self.turned(self.new_k[b], old + np.arange(self.case.new))
+        dtype, old = np.dtype(self.case.stored), self.pads[b] + len(self.k[b])
+        k = self.turned(self.new_k[b], old + np.arange(len(self.new_k[b])))
         new_k, new_v = (
             quantized(k, self.k_scale, dtype),
             quantized(self.new_v[b], self.v_scale, dtype),
@@ -62,7 +63,7 @@ class PagedTensors:
         c = self.case
         apart = c.causal or c.window != (-1, -1) or c.tree
         steps = np.arange(len(self.q[b])) if apart else np.zeros(len(self.q[b]), int)
-        return self.turned(self.q[b], len(self.k[b]) + steps)
+        return self.turned(self.q[b], self.pads[b] + len(self.k[b]) + steps)
 
     def gathered(self) -> Tensors:
         """The same call on packed keys, which the float64 reference takes."""
@@ -132,9 +133,13 @@ def paged_tensors(case: PagedCase) -> PagedTensors:
     scales = rng.uniform(0.02, 0.2, (2, heads)) * np.ones((1, c.kv_heads))
     k_scale, v_scale = (scales if c.quantized else np.ones_like(scales)).astype(np.float32)
     dtype, stored = np.dtype(c.dtype), np.dtype(c.stored)
-    old = [max(0, k_len - c.new) for k_len in c.k_lens]
+    batch = len(c.k_lens)
+    new = rng.integers(0, c.new + 1, batch) if c.new_packed else np.full(batch, c.new)
+    pads = rng.integers(0, 20, batch).tolist() if c.leftpad else [0] * batch
+    old = [max(0, k_len - n) for k_len, n in zip(c.k_lens, new.tolist(), strict=True)]
     width = c.head_dim // 4 if c.seed % 2 else c.head_dim // 2
-    angles = rng.uniform(0, 2 * np.pi, (max(c.k_lens, default=0) + max(c.q_lens, default=0), width))
+    longest = max(c.k_lens, default=0) + max(c.q_lens, default=0) + max(pads, default=0)
+    angles = rng.uniform(0, 2 * np.pi, (longest, width))
     return PagedTensors(
         case=case,
         q=[q.astype(dtype) for q, _, _ in parts],
@@ -142,6 +147,7 @@ def paged_tensors(case: PagedCase) -> PagedTensors:
         v=[quantized(v[:n], v_scale, stored) for (_, _, v), n in zip(parts, old, strict=True)],
         new_k=[k[n:].astype(dtype) for (_, k, _), n in zip(parts, old, strict=True)],
         new_v=[v[n:].astype(dtype) for (_, _, v), n in zip(parts, old, strict=True)],
+        pads=pads,
         k_scale=k_scale,
         v_scale=v_scale,
         tree=[np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in c.q_lens],
@@ -199,7 +205,8 @@ def spread(
     """
     c, rng = t.case, np.random.default_rng((t.case.seed, order))
     layout = CacheLayout(c.layout)
-    page = max(c.k_lens, default=0) + 3 if c.table == "rows" else c.page
+    room = max(c.k_lens, default=0) + max(t.pads, default=0) + 3
+    page = room if c.table == "rows" else c.page
     counts = [1 if c.table == "rows" else -(-n // page) for n in c.k_lens]
     blocks = sum(counts) + 2
     free = rng.permutation(blocks).tolist()
@@ -210,7 +217,7 @@ def spread(
         for n, caches in ((len(t.k[b]), before), (c.k_lens[b], after)):
             for x, cache in zip(t.keys(b), caches, strict=True):
                 in_slots = slots(cache, layout)
-                at = np.arange(n)
+                at = t.pads[b] + np.arange(n)
                 block = np.array(pages, int)[at // page]
                 in_slots[block, at % page] = x[:n].reshape(n, *in_slots.shape[2:])
     arguments = _tables(t, ids, page, tail) | _scores(t)
@@ -257,10 +264,12 @@ def _empty_caches(
 def _tables(t: PagedTensors, ids: list[list[int]], page: int, tail: int) -> dict[str, Any]:
     """How the pages of sequences are found, and how many tokens they have before the call."""
     c = t.case
-    old = np.array([len(k) for k in t.k], np.int32)
+    pads = np.array(t.pads, np.int32)
+    old = pads + np.array([len(k) for k in t.k], np.int32)
     if c.table == "rows":
         rows = np.array([pages[0] for pages in ids], np.int32)
-        return {"cache_batch_idx": rows, "cache_seqlens": old}
+        found = {"cache_batch_idx": rows, "cache_seqlens": old}
+        return found | ({"cache_leftpad": pads} if c.leftpad else {})
     if c.table == "csr":
         last = [(n - 1) % page + 1 if n else tail % page for n in c.k_lens]
         return {
@@ -296,11 +305,14 @@ def _scores(t: PagedTensors) -> dict[str, Any]:
     if c.tree:
         found["tree_mask"] = _tree_mask(t)
     if c.new:
-        found["k"], found["v"] = np.stack(t.new_k), np.stack(t.new_v)
+        join = np.concatenate if c.new_packed else np.stack
+        found["k"], found["v"] = join(t.new_k), join(t.new_v)
+        if c.new_packed:
+            found["cu_seqlens_k_new"] = np.cumsum([0, *map(len, t.new_k)], dtype=np.int32)
         if c.rotary != "none":
             found |= {"rotary_cos": t.cos, "rotary_sin": t.sin}
             found["rotary_interleaved"] = c.rotary == "interleaved"
-            found["max_seqlen_k"] = max(c.k_lens)
+            found["max_seqlen_k"] = max(n + pad for n, pad in zip(c.k_lens, t.pads, strict=True))
     return found
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
@@ -22,6 +23,20 @@ def key_lengths(least: int, most: int, page: int) -> SearchStrategy[int]:
 
 
 @st.composite
+def stored_keys(draw: DrawFn, limits: PagedLimits) -> tuple[str, str, str, int]:
+    """dtype, cache_dtype, layout and head_dim: in x-major caches whole chunks of 16 bytes."""
+    head_dim = draw(head_dims(limits.head_dims))
+    dtype = draw(st.sampled_from(limits.dtypes))
+    cache_dtypes = limits.cache_dtypes if draw(st.booleans()) else limits.cache_dtypes[:1]
+    cache_dtype = draw(st.sampled_from(cache_dtypes))
+    layout = draw(st.sampled_from(limits.layouts))
+    if layout == "x-major":
+        chunk = 16 // np.dtype(dtype if cache_dtype == "same" else cache_dtype).itemsize
+        head_dim = -(-head_dim // chunk) * chunk
+    return dtype, cache_dtype, layout, head_dim
+
+
+@st.composite
 def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:  # noqa: B008
     """One case within `limits`."""
     packed = draw(st.sampled_from(limits.packed))
@@ -37,13 +52,9 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
     new = draw(st.integers(0, limits.max_new)) if growing and draw(st.booleans()) else 0
     work = MAX_WORK // (max(1, batch) * group * kv_heads * max([1, *q_lens]))
     most = max(new, min(limits.max_k, work))
-    head_dim = draw(head_dims(limits.head_dims))
-    dtype = draw(st.sampled_from(limits.dtypes))
-    cache_dtypes = limits.cache_dtypes if draw(st.booleans()) else limits.cache_dtypes[:1]
-    cache_dtype = draw(st.sampled_from(cache_dtypes))
-    layout = draw(st.sampled_from(limits.layouts))
-    if layout == "x-major" and cache_dtype != "same":
-        head_dim = -(-head_dim // 16) * 16  # whole chunks of 16 bytes
+    dtype, cache_dtype, layout, head_dim = draw(stored_keys(limits))
+    window = draw(st.just((-1, -1)) | windows(most)) if limits.windows else (-1, -1)
+    tree = draw(st.sampled_from(limits.tree)) and draw(st.booleans())
     return PagedCase(
         q_lens=q_lens,
         k_lens=tuple(draw(key_lengths(new, most, page)) for _ in range(batch)),
@@ -58,15 +69,17 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
         table=table,
         packed=packed,
         causal=draw(st.sampled_from(limits.causal)),
-        window=draw(st.just((-1, -1)) | windows(most)) if limits.windows else (-1, -1),
+        window=(window[0], -1) if tree else window,
         scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))),
         softcap=draw(st.sampled_from((0.0, 0.0, 5.0, 30.0))) if limits.softcap else 0.0,
         alibi=draw(st.sampled_from(limits.alibi)),
         sink=draw(st.sampled_from(limits.sink)),
-        tree=draw(st.sampled_from(limits.tree)) and draw(st.booleans()),
+        tree=tree,
         scales=draw(st.sampled_from(("number", "tensor", "heads"))),
         new=new,
-        rotary=draw(st.sampled_from(limits.rotary)) if new else "none",
+        new_packed=new > 0 and draw(st.sampled_from(limits.new_packed)),
+        leftpad=table == "rows" and layout != "x-major" and draw(st.sampled_from(limits.leftpad)),
+        rotary=draw(st.sampled_from(limits.rotary)) if new and head_dim >= 4 else "none",
         split=draw(st.sampled_from(limits.splits)),
         memory=draw(st.sampled_from(limits.memories)),
         data=draw(st.sampled_from(limits.data)),

@@ -138,6 +138,13 @@ void copy_async_wait(int pending) {
   });
 }
 
+void store_shared(u32 dst, const u32* x) {
+  EMU_HERE();
+  Thread& self = *machine.self;
+  std::memcpy(shared(self, dst, 16, 16, "st.shared"), x, 16);
+  note_write(self, *self.warp->block, dst, 16);
+}
+
 // ---- ldmatrix ----
 struct MatrixCall {
   u32* r;

@@ -10,6 +10,7 @@ void barrier_sync(unsigned id, unsigned threads);
 void copy_async(unsigned dst, const void* src, int bytes, int width);
 void copy_async_commit();
 void copy_async_wait(int pending);
+void store_shared(unsigned dst, const unsigned* x);  // four words
 void load_matrix(unsigned* r, unsigned src, int count, bool transposed);
 void mma_16x8x16(float* d, const unsigned* a, unsigned b0, unsigned b1, Format format);
 
@@ -39,6 +40,8 @@ template <int kPending>
 inline void cp_async_wait_group() {
   emu::copy_async_wait(kPending);
 }
+
+inline void st_shared_16(unsigned dst, uint4 x) { emu::store_shared(dst, &x.x); }
 
 inline void ldmatrix_x4(unsigned (&r)[4], unsigned src) { emu::load_matrix(r, src, 4, false); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned src) { emu::load_matrix(r, src, 4, true); }
