@@ -30,6 +30,7 @@
 // Where a warp works; in shared memory, since registers are short in the loop over key tiles.
 struct WarpTile {
   QueryTile query;
+  Sequence seq;
   int first_keys;  // first key tile
 };
 
@@ -92,6 +93,10 @@ struct FwdSm80Warp {
   static __device__ __forceinline__ int first_col() { return part() * kCols; }
   __device__ __forceinline__ int warp_row() const {
     return at.query.m_block * C::block_m + tile_row();
+  }
+  // The first key of the tile before which `left` more are left.
+  __device__ __forceinline__ int tile_key(int left) const {
+    return (at.first_keys + left) * C::block_n;
   }
 
   __device__ __forceinline__ FwdSm80Warp(const FwdParams& params, WarpTile& warp_tile)
@@ -264,6 +269,7 @@ struct FwdSm80Warp {
     for (int i = 0; i < 2 * kMTiles; ++i)
       softmax.sum[i / 2][i % 2] = quad_sum(softmax.sum[i / 2][i % 2]);
     if constexpr (kParts == 2) exchange(smem, softmax.sum, [](float a, float b) { return a + b; });
+    float lane_lse = 0.f;  // of row lane % 4 among those of its quad
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -271,19 +277,21 @@ struct FwdSm80Warp {
         const int row = 16 * mt + 8 * half + lane() / 4;
         float factor, row_lse;
         softmax.finish(mt, half, sink_log2, factor, row_lse);
-        if (lse != nullptr && part() == 0 && lane() % 4 == 0 && warp_row() + row < q_len) {
-          lse[warp_row() + row] = row_lse;
-        }
-        // Other rows of the block may have met a NaN in v: times factor 0 it would be NaN here too.
-        auto scaled = [&](float x) { return factor == 0.f ? 0.f : x * factor; };
+        if (lane() % 4 == 2 * mt + half) lane_lse = row_lse;
 #pragma unroll
         for (int ot = 0; ot < kOutTiles; ++ot) {
+          const float* pair = &out[mt][ot][2 * half];
+          // Not pair * 0: a NaN in v, of keys that other rows see, may have reached these sums too.
           *reinterpret_cast<unsigned*>(
               &smem.q.data[tile_row() + row][first_col() + 8 * ot + 2 * (lane() % 4)]) =
-              Element::pack(scaled(out[mt][ot][2 * half]), scaled(out[mt][ot][2 * half + 1]));
+              factor == 0.f ? 0u : Element::pack(pair[0] * factor, pair[1] * factor);
         }
       }
     }
+    static_assert(kMTiles <= 2, "a lane stores lse of one row");
+    const int row = warp_row() + lane() % 4 * 8 + lane() / 4;
+    if (lse != nullptr && part() == 0 && lane() % 4 < 2 * kMTiles && row < q_len)
+      lse[row] = lane_lse;
   }
 
   // Stores the warp's block of smem.q, coalesced, clipped to q_len rows and value_dim columns.
@@ -301,14 +309,21 @@ struct FwdSm80Warp {
   template <class Vector>
   __device__ __forceinline__ void store_as(const Smem& smem, unsigned short* dst, int q_len) const {
     constexpr int kPerCopy = sizeof(Vector) / 2;
-    constexpr int kChunks = kCols / kPerCopy;
+    constexpr int kLanes = kCols / kPerCopy < 32 ? kCols / kPerCopy : 32;  // of a row
+    constexpr int kRowStep = 32 / kLanes;
+    const int row = lane() / kLanes;
+    if (32 % kLanes != 0 && row >= kRowStep) return;
+    const int rows = min(kRows, q_len - warp_row()) - row;
+    const int last_col = min(first_col() + kCols, p.value_dim);
+    for (int col = first_col() + lane() % kLanes * kPerCopy; col < last_col;
+         col += kLanes * kPerCopy) {
+      unsigned short* to = dst + (warp_row() + row) * p.stride_out_row + col;
 #pragma unroll 4
-    for (int i = lane(); i < kRows * kChunks; i += 32) {
-      const int row = i / kChunks;
-      const int col = first_col() + i % kChunks * kPerCopy;
-      if (warp_row() + row < q_len && col < p.value_dim) {
-        *reinterpret_cast<Vector*>(dst + (warp_row() + row) * p.stride_out_row + col) =
-            *reinterpret_cast<const Vector*>(&smem.q.data[tile_row() + row][col]);
+      for (int r = 0; r < kRows; r += kRowStep, to += kRowStep * p.stride_out_row) {
+        if (r < rows) {
+          *reinterpret_cast<Vector*>(to) =
+              *reinterpret_cast<const Vector*>(&smem.q.data[tile_row() + row + r][col]);
+        }
       }
     }
   }
@@ -352,12 +367,11 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
     constexpr bool kMasked = decltype(masked)::value;
     const int stage = left % C::stages;
     const bool more = left > 0;
-    const int first_key = kMasked || C::scores ? (warp.at.first_keys + left) * C::block_n : 0;
+    const int rows = kMasked ? warp.at.seq.k_len - warp.tile_key(left) : C::block_n;
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // the copies have landed, and no warp reads the buffers that are filled next
     warp.score(smem, stage, [&](int i) {
       if constexpr (C::stages == 1) {
-        const int rows = kMasked ? sequence(p, warp.at.query.batch).k_len - first_key : C::block_n;
         spread<VCopy::kParts, Warp::kScoreBlocks, C::copy_spread>(
             i, [&](int part) { v_copy.template copy_part<!kMasked>(smem.v[0], rows, part); });
       } else if (more) {
@@ -367,13 +381,13 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
       }
     });
     if constexpr (C::scores) {
-      const Sequence seq = sequence(p, warp.at.query.batch);
+      const Sequence seq = warp.at.seq;
       modify_scores(warp.s, p, slope_log2, seq.k_len - seq.q_len, warp.warp_row(),
-                    first_key + warp.first_key(), warp.lane());
+                    warp.tile_key(left) + warp.first_key(), warp.lane());
     }
     if constexpr (kMasked) {
-      mask_scores<true>(warp.s, KeyInterval(p, sequence(p, warp.at.query.batch)), warp.warp_row(),
-                        first_key + warp.first_key(), warp.lane());
+      mask_scores<true>(warp.s, KeyInterval(p, warp.at.seq), warp.warp_row(),
+                        warp.tile_key(left) + warp.first_key(), warp.lane());
     }
     warp.softmax.template update<C::vote_rescale>(
         warp.s, warp.out, C::scores ? 1.f : p.scale_log2,
@@ -431,7 +445,7 @@ __device__ __forceinline__ void fwd_sm80(const FwdParams& p) {
   const int first_row = tile.m_block * C::block_m;
   if (first_row >= seq.q_len) return;
   WarpTile& at = smem.warp[threadIdx.x / 32];
-  if (threadIdx.x % 32 == 0) at.query = tile;
+  if (threadIdx.x % 32 == 0) at = {tile, seq};
   __syncwarp();
 
   FwdSm80Warp<C> warp(p, at);
@@ -439,7 +453,7 @@ __device__ __forceinline__ void fwd_sm80(const FwdParams& p) {
 
   const int batch = at.query.batch;
   const int q_head = at.query.q_head;
-  const int q_len = sequence_length(p.cu_seqlens_q, batch, p.q_len);
+  const int q_len = at.seq.q_len;
   float* lse = p.lse == nullptr ? nullptr
                                 : p.lse + q_head * p.stride_lse_head +
                                       sequence_offset(p.cu_seqlens_q, batch, p.stride_lse_batch, 1);

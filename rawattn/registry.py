@@ -82,7 +82,7 @@ class FwdSm80:
             if self.column_warps == 2
             else 16
         )
-        return 2 * (q + kv) + pair + 16 * self.warps
+        return 2 * (q + kv) + pair + 24 * self.warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,16 @@ def test_lse_need_not_be_wanted() -> None:
     assert np.isnan(untouched).all()
 
 
+def test_rows_without_keys_are_0_beside_nan() -> None:
+    """Causal rows before the first key: their products have met the NaN that later rows see."""
+    q = np.random.default_rng(0).standard_normal((1, 20, 2, 64)).astype(np.float16)
+    k, v = q[:, 8:].copy(), np.full_like(q[:, 8:], np.nan)
+    out, lse = np.ones_like(q), np.ones((1, 2, 20), np.float32)
+    attention(q, k, v, out=out, lse=lse, causal=True, backend="fwd_sm80", seeds=(0,))
+    assert (out[:, :8] == 0).all() and np.isneginf(lse[..., :8]).all()
+    assert np.isnan(out[:, 8:]).all() and np.isfinite(lse[..., 8:]).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

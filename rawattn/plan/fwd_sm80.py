@@ -54,16 +54,16 @@ def _prototype(
 # more: A100, H100, B100 and their kin. Measured on an H200 (tools/tune.py).
 TILES = (
     _prototype(32, 32, 128, 64, stages=2, q_in_registers=True),
-    _prototype(64, 64, 128, 64, stages=2, q_in_registers=True),
+    _prototype(64, 64, 128, 64, stages=2, q_in_registers=True, fragments_ahead=3, copy_spread=3),
     _prototype(96, 96, 128, 64),
     _prototype(128, 128, 128, 64, vote_rescale=True, fragments_ahead=1),
     _prototype(160, 160, 64, 64, column_warps=2),
     _prototype(192, 128, 64, 64, column_warps=2),
     _prototype(192, 192, 64, 32, column_warps=2),
-    _prototype(256, 256, 64, 64, column_warps=2, copy_spread=3),
+    _prototype(256, 256, 64, 64, column_warps=2),
 )
 # What changes where score steps are compiled in, which take registers; by value_dim.
-SCORES = {128: {"block_n": 32}, 256: {"copy_spread": 4}}
+SCORES = {128: {"block_n": 32}}
 # What changes on GPUs other than Hopper, where ptxas would spill, and where consumer cards have
 # 99 KB of shared memory a block. Not measured: we have none.
 ELSEWHERE = {96: {"block_n": 32}, 128: {"block_n": 32}, 256: {"block_n": 32}}
