@@ -340,18 +340,17 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
     turn += C::warps * ptx::cluster_ctarank();
     const unsigned segment = blockIdx.x / C::cluster;
     const int batch = segment / static_cast<unsigned>(p.lines);
-    loader.read_ahead(p, batch, turn);
+    loader.read_ahead(p, batch, turn, kTurns);
     more = walk.begin_segment(p, batch, segment - batch * p.lines);
   } else {
     more = walk.begin(p, at);
   }
-  loader.begin(p, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
+  loader.begin(p, at, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
 
-  // 3. Part by part. The first turns only read pages and fill the ring: one copy of the code, which
-  // starts cold.
+  // 3. Part by part. The first turns only fill the ring: one copy of the code, which starts cold.
   Warp warp;
-  int stage = C::stages - 1, parity = 0, buffer = 0;
-  int lead = (C::stages + 1) * kTurns;
+  int stage = 0, parity = 1, buffer = 0;
+  int lead = C::stages * kTurns;
   RowBlock<C> rows(p, at, walk);
   auto load_q = [&](const RowBlock<C>& of) {
     if constexpr (Query<C>::kRegisters) {
