@@ -57,8 +57,12 @@ struct Loader {
     if (now.unit < now.last) {
       copy(p, stage);
       now.unit += turns;
-      if (copied++ == 0) next = read_run(p, at, turn, turns, false);
-      if (copied == kRun || now.unit >= now.last) {
+      const bool done = ++copied == kRun || now.unit >= now.last;
+      // Not before the first copies, which nothing may hold up.
+      if (copied == C::stages || (done && copied < C::stages)) {
+        next = read_run(p, at, turn, turns, false);
+      }
+      if (done) {
         now = next;
         copied = 0;
       }

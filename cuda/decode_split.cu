@@ -194,9 +194,9 @@ struct Merge {
   static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
                                                 const Parts& parts, int parity) {
-    // Up to 4 rows, as all parts have then: two of them fit, and take turns.
-    const bool few = p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4;
-    const int base = few ? 4 * parity : 0;
+    // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one part.
+    const bool few = C::cluster > 1 || (p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
+    const int base = C::cluster == 1 && few ? 4 * parity : 0;
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
       const int first = 8 * tile;
@@ -347,10 +347,11 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   }
   loader.begin(p, at, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
 
-  // 3. Part by part. The first turns only fill the ring: one copy of the code, which starts cold.
+  // 3. The first copies, then all that can be done while they are on their way.
+#pragma unroll 1
+  for (int i = 0; i < C::stages; ++i) loader.issue(p, at, i, turn, kTurns);
   Warp warp;
-  int stage = 0, parity = 1, buffer = 0;
-  int lead = C::stages * kTurns;
+  int stage = 0, parity = 0, buffer = 0;
   RowBlock<C> rows(p, at, walk);
   auto load_q = [&](const RowBlock<C>& of) {
     if constexpr (Query<C>::kRegisters) {
@@ -361,32 +362,32 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   };
   if (more) load_q(rows);
   if constexpr (!Query<C>::kRegisters) __syncthreads();
+  write_empty<C>(p);
+
+  // 4. Part by part.
   while (more) {
     warp.begin(p, rows);
     const int first = walk.first, last = walk.last;
     if constexpr (Smem::kStagedQ) smem.parked[threadIdx.x / 32] = walk;
-    for (int unit = first + turn - lead; unit < last; unit += kTurns) {
-      if (unit >= first) {
-        loader.wait(stage, parity);
-        const int first_key = unit * C::unit;
-        if constexpr (C::tma) {
-          if (first_key + C::unit > rows.k_len) {
-            clear_values<C>(smem.ring[warp_idx][stage] + KvTile<C>::kBytes, rows.k_len - first_key,
-                            threadIdx.x % 32);
-          }
+    for (int unit = first + turn; unit < last; unit += kTurns) {
+      loader.wait(stage, parity);
+      const int first_key = unit * C::unit;
+      if constexpr (C::tma) {
+        if (first_key + C::unit > rows.k_len) {
+          clear_values<C>(smem.ring[warp_idx][stage] + KvTile<C>::kBytes, rows.k_len - first_key,
+                          threadIdx.x % 32);
         }
-        const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
-        warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
-                    ptx::shared_address(&smem.q[buffer][0][0]), first_key);
-        __syncwarp();  // the stage has been read
       }
+      const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
+      warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
+                  ptx::shared_address(&smem.q[buffer][0][0]), first_key);
+      __syncwarp();  // the stage has been read
       loader.issue(p, at, stage, turn, kTurns);
       if (++stage == C::stages) {
         stage = 0;
         parity ^= 1;
       }
     }
-    lead = 0;
     if constexpr (Smem::kStagedQ) {
       __syncwarp();
       walk = smem.parked[threadIdx.x / 32];
@@ -405,5 +406,4 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   if constexpr (C::cluster > 1) {
     if (walk.units == 0) ptx::barrier_cluster_wait();
   }
-  write_empty<C>(p);
 }

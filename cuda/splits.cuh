@@ -115,6 +115,7 @@ struct Walk {
 
   // Goes on to the next part; false where there is none.
   __device__ __forceinline__ bool next(const DecodeSplitParams& p, const BlockPlace& at) {
+    if constexpr (C::cluster > 1) return false;
     const bool same = p.span > 0 && last < first_unit + units;  // segment
     const int position = p.span > 0 ? start + number + 1 : start + units;
     if (position >= end) return false;
