@@ -29,10 +29,13 @@ struct Loader {
   unsigned full;  // barriers, TMA
 
   // Clusters, whose first run does not depend on lengths: reads its pages while the length is on its
-  // way. Past the end of the sequence they are whatever the table holds, and not used.
+  // way. Past the end of the sequence they are whatever the table holds, and not used. No branch:
+  // what it does with the length the compiler would move above it.
   __device__ __forceinline__ void read_ahead(const DecodeSplitParams& p, int batch, int turn,
                                              int turns) {
-    if (p.block_table != nullptr) now.page = read_page(p, batch, turn, turns, p.max_k);
+    const int token = min(token_of_lane(turn, turns), p.max_k - 1);
+    const int* page = p.block_table + batch * p.stride_table + page_of(p, token);
+    now.page = __ldg(p.block_table != nullptr ? page : p.kv_indptr);
   }
 
   // A warp's units are `turn`, turn + turns, ... of each part.
@@ -97,13 +100,16 @@ struct Loader {
     return run;
   }
 
-  // This lane's page of the run that begins with `first`.
+  // Whose page this lane reads, of the run that begins with `first`.
+  static __device__ __forceinline__ int token_of_lane(int first, int turns) {
+    const int lane = threadIdx.x % 32;
+    return C::tma ? (first + lane / Tile::kBoxes * turns) * C::unit + lane % Tile::kBoxes * 16
+                  : first * C::unit + lane % C::unit;
+  }
+
   static __device__ __forceinline__ int read_page(const DecodeSplitParams& p, int batch, int first,
                                                   int turns, int k_len) {
-    const int lane = threadIdx.x % 32;
-    const int token =
-        C::tma ? (first + lane / Tile::kBoxes * turns) * C::unit + lane % Tile::kBoxes * 16
-               : first * C::unit + lane % C::unit;
+    const int token = token_of_lane(first, turns);
     return token < k_len ? __ldg(PagedSequence::page_ids(p, batch) + page_of(p, token)) : 0;
   }
 

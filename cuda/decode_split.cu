@@ -33,7 +33,7 @@ struct DecodeSplitSmem {
   // Clusters: this block's share of the slices of every block.
   float4 peers[C::cluster][C::cluster > 1 ? 4 * C::head_dim / C::cluster : 1];
   unsigned long long full[C::warps][C::stages];
-  int arrived;
+  unsigned long long arrived;  // parts of a segment; clusters: barrier of this block's slices
 };
 
 // A part's share of two neighbouring columns of a row: unnormalised, with the row's max and sum.
@@ -234,14 +234,20 @@ struct Merge {
   static __device__ __forceinline__ void send(Smem& smem, int index, const Slice& x) {
     const unsigned to =
         ptx::shared_address(&smem.peers[ptx::cluster_ctarank()][index / C::cluster]);
-    ptx::st_shared_cluster(ptx::mapa(to, index % C::cluster),
-                           make_float4(x.out.x, x.out.y, x.max, x.sum));
+    const int rank = index % C::cluster;
+    ptx::st_async(ptx::mapa(to, rank), make_float4(x.out.x, x.out.y, x.max, x.sum),
+                  ptx::mapa(ptx::shared_address(&smem.arrived), rank));
   }
   static __device__ __forceinline__ void receive(const DecodeSplitParams& p, const Smem& smem,
                                                  const RowBlock<C>& rows) {
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
     const int rank = ptx::cluster_ctarank();
+    const unsigned bar = ptx::shared_address(&smem.arrived);
+    if (threadIdx.x == 0) {
+      const int mine = ceil_div(rows.count * kHalf - rank, C::cluster);
+      ptx::mbarrier_arrive_expect_tx(bar, C::cluster * mine * sizeof(float4));
+    }
+    while (!ptx::mbarrier_try_wait_cluster(bar, 0)) {
+    }
 #pragma unroll 1
     for (int i = threadIdx.x; i * C::cluster + rank < rows.count * kHalf; i += C::threads) {
       const int index = i * C::cluster + rank;
@@ -313,9 +319,11 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 
   // 1. Barriers, while the lengths are on their way.
-  if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
   if constexpr (C::tma) {
     if (threadIdx.x % 32 == 0) {
+      if (C::cluster > 1 && threadIdx.x == 0) {
+        ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
+      }
       if (!C::xmajor || p.page > 16) {
         ptx::prefetch_tensormap(&p.k_map);
         ptx::prefetch_tensormap(&p.v_map);
@@ -327,21 +335,20 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
     }
     __syncwarp();
   }
+  if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
 
   // 2. This block's parts, and this warp's loads of them.
   constexpr int kTurns = C::warps * C::cluster;
   const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
-  const BlockPlace at(p);
+  const BlockPlace at(p, blockIdx.x / C::cluster);
   int turn = warp_idx;
   Walk<C> walk;
   Loader<C> loader;
   bool more;
   if constexpr (C::cluster > 1) {
     turn += C::warps * ptx::cluster_ctarank();
-    const unsigned segment = blockIdx.x / C::cluster;
-    const int batch = segment / static_cast<unsigned>(p.lines);
-    loader.read_ahead(p, batch, turn, kTurns);
-    more = walk.begin_segment(p, batch, segment - batch * p.lines);
+    loader.read_ahead(p, at.row, turn, kTurns);
+    more = walk.begin_segment(p, at);
   } else {
     more = walk.begin(p, at);
   }

@@ -51,9 +51,9 @@ struct Units {
 struct BlockPlace {
   int column, row;
 
-  __device__ __forceinline__ explicit BlockPlace(const DecodeSplitParams& p)
-      : row(divide(blockIdx.x, p.columns_magic, p.columns_shift)) {
-    column = blockIdx.x - row * p.columns;
+  __device__ __forceinline__ BlockPlace(const DecodeSplitParams& p, int block)
+      : row(divide(block, p.columns_magic, p.columns_shift)) {
+    column = block - row * p.columns;
   }
 
   // Of a line of this column.
@@ -103,10 +103,11 @@ struct Walk {
     return position < end && seek(p, at, position, on_line, base, owner * chunk);
   }
 
-  // A cluster of blocks a segment, instead: goes to the only part, which all its blocks share.
-  __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, int batch_, int line_) {
-    batch = batch_;
-    line = line_;
+  // A cluster of blocks a segment, instead, a line a column, and a sequence a row: goes to the only
+  // part, which all blocks of the cluster share.
+  __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, const BlockPlace& at) {
+    batch = at.row;
+    line = 0;
     measure(p);
     quota = end = units;
     start = number = 0;

@@ -143,7 +143,7 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
         for copies, flags in ((tma, features), (tma, True), (False, True))
     )
     chosen = next(v for v in wanted if v in variants)
-    few = p.batch * p.kv_heads * CLUSTER <= device.sms and p.max_k <= CLUSTER_KEYS
+    few = p.batch * p.kv_heads * CLUSTER <= device.sms and 0 < p.max_k <= CLUSTER_KEYS
     plain = chosen == (True, False, False) and not p.quantized and not p.split and p.rows <= 8
     if few and plain and head_dim == CLUSTER_HEAD_DIM:
         return _clustered(arch, element, xmajor)
@@ -199,7 +199,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     columns = _columns(lines, device.sms * resident)
     grid = columns * max(1, device.sms * resident // columns)
     if config.cluster > 1:
-        columns, grid = 1, p.batch * lines * config.cluster
+        columns, grid = lines, p.batch * lines * config.cluster
     span = -(-p.split // SPLIT_STEP) * SPLIT_STEP // config.unit
     column_slots = 0
     if span:
