@@ -16,7 +16,7 @@
 // segment, and exchange their sums through distributed shared memory: for few segments that is
 // faster, since no workspace has to be read back.
 // Numerics: float32 accumulation, log2 units, P rounded to 16 bits, 8-bit caches widened to halves.
-// Slots past a sequence's end never reach a result; table entries past its last page are not read.
+// Slots past a sequence's end never reach a result; table entries past its last page are not used.
 
 #include "decode_warp.cuh"
 
@@ -266,10 +266,8 @@ struct Merge {
                                                         const Parts& parts) {
     __syncthreads();  // the block's slices are written
     if (threadIdx.x == 0) {
-      __threadfence();  // and come first
-      smem.arrived = atomicInc(reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot,
-                               static_cast<unsigned>(parts.count - 1));
-      __threadfence();  // and those of the others before what follows
+      auto* counter = reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot;
+      smem.arrived = ptx::atom_inc_acq_rel(counter, parts.count - 1);
     }
     __syncthreads();
     if (smem.arrived != parts.count - 1) return;
@@ -340,7 +338,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   // 2. This block's parts, and this warp's loads of them.
   constexpr int kTurns = C::warps * C::cluster;
   const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
-  const BlockPlace at(p, blockIdx.x / C::cluster);
+  const BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
   int turn = warp_idx;
   Walk<C> walk;
   Loader<C> loader;
@@ -348,7 +346,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   if constexpr (C::cluster > 1) {
     turn += C::warps * ptx::cluster_ctarank();
     loader.read_ahead(p, at.row, turn, kTurns);
-    more = walk.begin_segment(p, at);
+    more = walk.begin_segment(p, at.row, 0);
   } else {
     more = walk.begin(p, at);
   }
