@@ -18,7 +18,7 @@
 #include "pages.cuh"
 #include "types.cuh"
 
-constexpr int kOverhead = 8;    // 0: a skewed batch took 47 % longer (H200, 2026-11-30)
+constexpr int kOverhead = 12;   // 8: skewed batches took 8 % longer, 4: 30 % (H200, 2026-11-30)
 constexpr int kLeastQuota = 8;  // positions of a block: fewer cost more to merge than they save
 
 // n / divisor, for n < 2^31.
@@ -51,9 +51,9 @@ struct Units {
 struct BlockPlace {
   int column, row;
 
-  __device__ __forceinline__ explicit BlockPlace(const DecodeSplitParams& p)
-      : row(divide(blockIdx.x, p.columns_magic, p.columns_shift)) {
-    column = blockIdx.x - row * p.columns;
+  __device__ __forceinline__ explicit BlockPlace(const DecodeSplitParams& p, int block = blockIdx.x)
+      : row(divide(block, p.columns_magic, p.columns_shift)) {
+    column = block - row * p.columns;
   }
 
   // Of a line of this column.
@@ -115,6 +115,7 @@ struct Walk {
 
   // Goes on to the next part; false where there is none.
   __device__ __forceinline__ bool next(const DecodeSplitParams& p, const BlockPlace& at) {
+    if constexpr (C::cluster > 1) return false;                 // a segment is one part
     const bool same = p.span > 0 && last < first_unit + units;  // segment
     const int position = p.span > 0 ? start + number + 1 : start + units;
     if (position >= end) return false;
