@@ -99,12 +99,16 @@ struct Query {
         if constexpr (C::unaligned) {
           q[step][e] = there ? load_pair(from + dim, p.head_dim - dim) : 0;
         } else {
-          q[step][e] =
-              there && dim < p.head_dim ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+          const bool inside = C::tma || dim < p.head_dim;  // by TMA all of head_dim are stored
+          q[step][e] = there && inside ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
         }
       }
     }
-    if constexpr (!Tile::kWide) halve(p);
+    if constexpr (Tile::kWide) {
+      scale[0] = scale[1] = p.scale_log2;
+    } else {
+      halve(p, rows);
+    }
   }
 
   // Several tiles: rows of q to shared memory, [kRows][kStride], by all threads of the block.
@@ -129,24 +133,10 @@ struct Query {
     }
   }
 
-  // Before a part's first unit, after load().
-  __device__ __forceinline__ void begin(const DecodeSplitParams& p, const RowBlock<C>& rows) {
-    if constexpr (Tile::kWide) {
-      scale[0] = scale[1] = p.scale_log2;
-    } else {
-      const float k_scale = p.k_scale == nullptr
-                                ? 1.f
-                                : __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
-                                        rows.kv_head * p.stride_k_scale_head);
-      scale[0] *= p.scale_log2 * k_scale;
-      scale[1] *= p.scale_log2 * k_scale;
-    }
-  }
-
  private:
   // q becomes halves of which each row's largest has the exponent 14, and scale takes in what that
   // divides by: the range of bf16 is not that of halves.
-  __device__ __forceinline__ void halve(const DecodeSplitParams& p) {
+  __device__ __forceinline__ void halve(const DecodeSplitParams& p, const RowBlock<C>& rows) {
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
@@ -156,7 +146,11 @@ struct Query {
     const int exponent = static_cast<int>(__float_as_uint(quad_max(largest)) >> 23) - 127;
     const int raise = min(max(14 - exponent, -120), 120);
     const float factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
-    const float inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23);
+    float inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23) * p.scale_log2;
+    if (p.k_scale != nullptr) {
+      inverse *= __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
+                       rows.kv_head * p.stride_k_scale_head);
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
       unsigned& x = q[i / 2][i % 2];

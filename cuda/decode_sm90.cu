@@ -325,9 +325,7 @@ template <class C>
 __device__ __forceinline__ bool begin_walk(const DecodeSplitParams& p, const BlockPlace& at,
                                            Walk<C>& walk) {
   if constexpr (C::cluster > 1) {
-    const unsigned segment = blockIdx.x / C::cluster;
-    const int batch = segment / static_cast<unsigned>(p.lines);
-    return walk.begin_segment(p, batch, segment - batch * p.lines);
+    return walk.begin_segment(p, at.row, 0);
   } else {
     return walk.begin(p, at);
   }
@@ -346,8 +344,7 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
   Walk<C> walk;
   int ahead = 0;  // pages of a cluster's block, read while the length is on its way
   if constexpr (C::cluster > 1) {
-    const int batch = blockIdx.x / C::cluster / static_cast<unsigned>(p.lines);
-    if (p.block_table != nullptr) ahead = loader.read_page(batch, block_rank<C>(), p.max_k);
+    if (p.block_table != nullptr) ahead = loader.read_page(at.row, block_rank<C>(), p.max_k);
   }
   bool more = begin_walk(p, at, walk);
   while (more) {
@@ -414,7 +411,7 @@ __device__ __forceinline__ void decode_sm90(const DecodeSplitParams& p) {
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  const BlockPlace at(p);
+  const BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
   const int loader = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - kDecodeConsumers / 32;
   if (loader >= 0) {
     ptx::setmaxnreg_dec<C::producer_registers>();

@@ -16,7 +16,7 @@
 // segment, and exchange their sums through distributed shared memory: for few segments that is
 // faster, since no workspace has to be read back.
 // Numerics: float32 accumulation, log2 units, P rounded to 16 bits, 8-bit caches widened to halves.
-// Slots past a sequence's end never reach a result; table entries past its last page are not read.
+// Slots past a sequence's end never reach a result; table entries past its last page are not used.
 
 #include "decode_out.cuh"
 #include "decode_warp.cuh"
@@ -34,7 +34,7 @@ struct DecodeSplitSmem {
   // Clusters: this block's share of the slices of every block.
   float4 peers[C::cluster][C::cluster > 1 ? 4 * C::head_dim / C::cluster : 1];
   unsigned long long full[C::warps][C::stages];
-  int arrived;
+  unsigned long long arrived;  // parts of a segment; clusters: barrier of this block's slices
 };
 
 // A part's share of two neighbouring columns of a row: unnormalised, with the row's max and sum.
@@ -156,9 +156,9 @@ struct Merge {
   static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
                                                 const Parts& parts, int parity) {
-    // Up to 4 rows, as all parts have then: two of them fit, and take turns.
-    const bool few = p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4;
-    const int base = few ? 4 * parity : 0;
+    // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one part.
+    const bool few = C::cluster > 1 || (p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
+    const int base = C::cluster == 1 && few ? 4 * parity : 0;
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
       const int first = 8 * tile;
@@ -196,14 +196,20 @@ struct Merge {
   static __device__ __forceinline__ void send(Smem& smem, int index, const Slice& x) {
     const unsigned to =
         ptx::shared_address(&smem.peers[ptx::cluster_ctarank()][index / C::cluster]);
-    ptx::st_shared_cluster(ptx::mapa(to, index % C::cluster),
-                           make_float4(x.out.x, x.out.y, x.max, x.sum));
+    const int rank = index % C::cluster;
+    ptx::st_async(ptx::mapa(to, rank), make_float4(x.out.x, x.out.y, x.max, x.sum),
+                  ptx::mapa(ptx::shared_address(&smem.arrived), rank));
   }
   static __device__ __forceinline__ void receive(const DecodeSplitParams& p, const Smem& smem,
                                                  const RowBlock<C>& rows) {
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
     const int rank = ptx::cluster_ctarank();
+    const unsigned bar = ptx::shared_address(&smem.arrived);
+    if (threadIdx.x == 0) {
+      const int mine = ceil_div(rows.count * kHalf - rank, C::cluster);
+      ptx::mbarrier_arrive_expect_tx(bar, C::cluster * mine * sizeof(float4));
+    }
+    while (!ptx::mbarrier_try_wait_cluster(bar, 0)) {
+    }
 #pragma unroll 1
     for (int i = threadIdx.x; i * C::cluster + rank < rows.count * kHalf; i += C::threads) {
       const int index = i * C::cluster + rank;
@@ -222,10 +228,8 @@ struct Merge {
                                                         const Parts& parts) {
     __syncthreads();  // the block's slices are written
     if (threadIdx.x == 0) {
-      __threadfence();  // and come first
-      smem.arrived = atomicInc(reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot,
-                               static_cast<unsigned>(parts.count - 1));
-      __threadfence();  // and those of the others before what follows
+      auto* counter = reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot;
+      smem.arrived = ptx::atom_inc_acq_rel(counter, parts.count - 1);
     }
     __syncthreads();
     if (smem.arrived != parts.count - 1) return;
@@ -248,9 +252,11 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 
   // 1. Barriers, while the lengths are on their way.
-  if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
   if constexpr (C::tma) {
     if (threadIdx.x % 32 == 0) {
+      if (C::cluster > 1 && threadIdx.x == 0) {
+        ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
+      }
       if (!C::xmajor || p.page > 16) {
         ptx::prefetch_tensormap(&p.k_map);
         ptx::prefetch_tensormap(&p.v_map);
@@ -262,31 +268,30 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
     }
     __syncwarp();
   }
+  if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
 
   // 2. This block's parts, and this warp's loads of them.
   constexpr int kTurns = C::warps * C::cluster;
   const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
-  const BlockPlace at(p);
+  const BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
   int turn = warp_idx;
   Walk<C> walk;
   Loader<C> loader;
   bool more;
   if constexpr (C::cluster > 1) {
     turn += C::warps * ptx::cluster_ctarank();
-    const unsigned segment = blockIdx.x / C::cluster;
-    const int batch = segment / static_cast<unsigned>(p.lines);
-    loader.read_ahead(p, batch, turn);
-    more = walk.begin_segment(p, batch, segment - batch * p.lines);
+    loader.read_ahead(p, at.row, turn, kTurns);
+    more = walk.begin_segment(p, at.row, 0);
   } else {
     more = walk.begin(p, at);
   }
-  loader.begin(p, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
+  loader.begin(p, at, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
 
-  // 3. Part by part. The first turns only read pages and fill the ring: one copy of the code, which
-  // starts cold.
+  // 3. The first copies, then all that can be done while they are on their way.
+#pragma unroll 1
+  for (int i = 0; i < C::stages; ++i) loader.issue(p, at, i, turn, kTurns);
   Warp warp;
-  int stage = C::stages - 1, parity = 0, buffer = 0;
-  int lead = (C::stages + 1) * kTurns;
+  int stage = 0, parity = 0, buffer = 0;
   RowBlock<C> rows(p, at, walk);
   auto load_q = [&](const RowBlock<C>& of) {
     if constexpr (Query<C>::kRegisters) {
@@ -297,32 +302,32 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   };
   if (more) load_q(rows);
   if constexpr (!Query<C>::kRegisters) __syncthreads();
+  write_empty<C>(p);
+
+  // 4. Part by part.
   while (more) {
     warp.begin(p, rows);
     const int first = walk.first, last = walk.last;
     if constexpr (Smem::kStagedQ) smem.parked[threadIdx.x / 32] = walk;
-    for (int unit = first + turn - lead; unit < last; unit += kTurns) {
-      if (unit >= first) {
-        loader.wait(stage, parity);
-        const int first_key = unit * C::unit;
-        if constexpr (C::tma) {
-          if (first_key + C::unit > rows.k_len) {
-            clear_values<C>(smem.ring[warp_idx][stage] + KvTile<C>::kBytes, rows.k_len - first_key,
-                            threadIdx.x % 32);
-          }
+    for (int unit = first + turn; unit < last; unit += kTurns) {
+      loader.wait(stage, parity);
+      const int first_key = unit * C::unit;
+      if constexpr (C::tma) {
+        if (first_key + C::unit > rows.k_len) {
+          clear_values<C>(smem.ring[warp_idx][stage] + KvTile<C>::kBytes, rows.k_len - first_key,
+                          threadIdx.x % 32);
         }
-        const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
-        warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
-                    ptx::shared_address(&smem.q[buffer][0][0]), first_key);
-        __syncwarp();  // the stage has been read
       }
+      const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
+      warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
+                  ptx::shared_address(&smem.q[buffer][0][0]), first_key);
+      __syncwarp();  // the stage has been read
       loader.issue(p, at, stage, turn, kTurns);
       if (++stage == C::stages) {
         stage = 0;
         parity ^= 1;
       }
     }
-    lead = 0;
     if constexpr (Smem::kStagedQ) {
       __syncwarp();
       walk = smem.parked[threadIdx.x / 32];
@@ -341,5 +346,4 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   if constexpr (C::cluster > 1) {
     if (walk.units == 0) ptx::barrier_cluster_wait();
   }
-  write_empty<C>(p);
 }

@@ -47,7 +47,7 @@ struct DecodeWarp {
       row_sum[nt][0] = row_sum[nt][1] = 0.f;
     }
     active = ceil_div(rows.count, 8);
-    query.begin(p, rows);
+    if constexpr (!Query<C>::kRegisters) query.scale[0] = query.scale[1] = p.scale_log2;
     rows.interval(p, seen_from, seen_to);
   }
 

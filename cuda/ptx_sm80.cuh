@@ -58,6 +58,17 @@ __device__ __forceinline__ void st_shared_16(unsigned dst, uint4 x) {
                : "memory");
 }
 
+// ---- Atomics (PTX ISA: atom). What its block wrote before comes first, what others did too after it. ----
+// The old value; a value of `last` becomes 0.
+__device__ __forceinline__ unsigned atom_inc_acq_rel(unsigned* address, unsigned last) {
+  unsigned old;
+  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(last)
+               : "memory");
+  return old;
+}
+
 // ---- Matrix fragments, shared to registers (PTX ISA: ldmatrix). ----
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned src) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -50,6 +50,20 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned bar, int parity) {
   return done != 0;
 }
 // mbarrier.test_wait.parity: the same, without sleeping.
+// Where the bytes that it counts come from other blocks.
+__device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned bar, int parity) {
+  unsigned done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned bar, int parity) {
   unsigned done;
   asm volatile(
@@ -91,6 +105,14 @@ __device__ __forceinline__ void st_shared_cluster(unsigned cluster_address, floa
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(x.x),
                "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
+}
+// Also counts its 16 bytes at a barrier of the block that `cluster_address` is in.
+__device__ __forceinline__ void st_async(unsigned cluster_address, float4 x, unsigned cluster_bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cluster_address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(cluster_bar)
+      : "memory");
 }
 __device__ __forceinline__ float4 ld_shared_cluster(unsigned cluster_address) {
   float4 x;

@@ -203,7 +203,7 @@ class DecodeSplit:
         q = 4 * self.rows * (self.head_dim + 8) if staged else 32
         walks = 4 * 12 * (self.warps if staged else 1)
         peers = 16 * (4 * self.head_dim if self.cluster > 1 else 1)
-        return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 4) // 1024) * 1024
+        return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 8) // 1024) * 1024
 
     @property
     def slot_bytes(self) -> int:

@@ -122,10 +122,10 @@ def test_distributed_shared_memory() -> None:
     ranks = np.arange(8, dtype=np.float32) % 4
     before = (ranks - 1) % 4
     for seed in SEEDS:
-        got, read = (np.full((8, 4), np.nan, np.float32) for _ in range(2))
-        run(INSTRUCTIONS, "ring", pack(got, read), 8, 32, 0, [got, read], seed, cluster=4)
+        arrays = [np.full((8, 4), np.nan, np.float32) for _ in range(3)]  # got, read, sent
+        run(INSTRUCTIONS, "ring", pack(*arrays), 8, 32, 0, arrays, seed, cluster=4)
         want = before[:, None] + np.arange(4) / 4
-        assert np.array_equal(got, want) and np.array_equal(read, want)
+        assert all(np.array_equal(x, want) for x in arrays)
 
 
 def test_stmatrix() -> None:

@@ -25,10 +25,18 @@ SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227,
 IN_FLIGHT = 128 * 1024
 BOX = 16  # tokens of a tensor copy; they do not cross pages
 SPLIT_STEP = 64  # a fixed split is a multiple of this, as this is of any Config.unit
-# Blocks of a cluster that shares a segment, where all of these fit on the GPU at a time and have no
-# more keys than this each: 2 us less at batch 1 (H200, 2026-11-30). Compiled for one head size.
-CLUSTER = 8
-CLUSTER_KEYS = 64 * 1024
+# Blocks of a cluster that shares a segment, where all segments are on the GPU at a time: 1 to 3 us
+# less (H200, 2026-11-30). A cluster needs SMs of one GPC, and 16 of 8 blocks, or 32 of 4, did not
+# fit at once: large ones for at most CLUSTER_SHARE of the SMs. Nothing balances them: where one
+# sequence is long and all others are not, few blocks have it alone (8 k keys, 7 of 8 empty: 30 %
+# longer), and few clusters do not fill the memory. So there is a limit of keys a block, and a lower
+# one where clusters are on less than CLUSTER_FILLS of the SMs. Compiled for one head size.
+CLUSTERS = (8, 4, 2)
+CLUSTER_SHARE = 0.75
+CLUSTER_FILLS = 0.4
+CLUSTER_KEYS = 4096
+CLUSTER_KEYS_ALONE = 8192  # one sequence: nothing to balance
+CLUSTER_KEYS_FEW = 1024
 CLUSTER_HEAD_DIM = 128
 # What it is worth that a block walks one KV head only, in step with its neighbours: 128 blocks that
 # did took 1 to 4 % less time than 132 that did not (H200, 2026-11-30).
@@ -101,7 +109,8 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
     if arch == "sm_90a":
         for element in ELEMENTS.values():
             for xmajor in (False, True):
-                yield _clustered(arch, element, xmajor)
+                for cluster in CLUSTERS:
+                    yield _clustered(arch, element, xmajor, cluster)
     for cache in (*ELEMENTS.values(), *CACHES.values()):
         element = "fp16" if cache in CACHES.values() else cache
         for head_dim in HEAD_DIMS:
@@ -132,7 +141,7 @@ def _unaligned(p: PagedProblem) -> bool:
     return p.copy_bytes < 16 or _turned(p)
 
 
-def _clustered(arch: str, element: str, xmajor: bool) -> DecodeSplit:
+def _clustered(arch: str, element: str, xmajor: bool, cluster: int) -> DecodeSplit:
     """The Config for few segments."""
     return _config(
         arch,
@@ -142,8 +151,20 @@ def _clustered(arch: str, element: str, xmajor: bool) -> DecodeSplit:
         tma=True,
         xmajor=xmajor,
         features=False,
-        cluster=CLUSTER,
+        cluster=cluster,
     )
+
+
+def _cluster(p: PagedProblem, device: Device) -> int:
+    """Blocks of a cluster that shares a segment; 1: segments are balanced over the grid instead."""
+    for blocks in CLUSTERS:
+        share = p.batch * p.kv_heads * blocks / device.sms
+        if share <= (CLUSTER_SHARE if blocks > 2 else 1):
+            keys = CLUSTER_KEYS_FEW
+            if share >= CLUSTER_FILLS:
+                keys = CLUSTER_KEYS if p.batch > 1 else CLUSTER_KEYS_ALONE
+            return blocks if 0 < p.max_k <= keys * blocks else 1
+    return 1
 
 
 def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
@@ -169,10 +190,11 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
         for copies, flags in ((tma, features), (tma, True), (False, True))
     )
     chosen = next(v for v in wanted if v in variants)
-    few = p.batch * p.kv_heads * CLUSTER <= device.sms and p.max_k <= CLUSTER_KEYS
     plain = chosen == (True, False, False) and not p.quantized and not p.split and p.rows <= 8
-    if few and plain and head_dim == CLUSTER_HEAD_DIM:
-        return _clustered(arch, element, xmajor)
+    if plain and head_dim == CLUSTER_HEAD_DIM:
+        blocks = _cluster(p, device)
+        if blocks > 1:
+            return _clustered(arch, element, xmajor, blocks)
     return _config(
         arch,
         head_dim,
@@ -224,7 +246,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     columns = _columns(lines, device.sms * resident)
     grid = columns * max(1, device.sms * resident // columns)
     if config.cluster > 1:
-        columns, grid = 1, p.batch * lines * config.cluster
+        columns, grid = lines, p.batch * lines * config.cluster
     span = -(-p.split // SPLIT_STEP) * SPLIT_STEP // config.unit
     column_slots = 0
     if span:

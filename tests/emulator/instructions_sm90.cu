@@ -109,11 +109,18 @@ extern "C" __global__ void bulk(const __grid_constant__ BulkParams p) {
 struct RingParams {
   float* got;   // [blocks][4]: what the block before wrote here
   float* read;  // [blocks][4]: what is read from the block before
+  float* sent;  // [blocks][4]: what the block before sent to a barrier here
 };
 extern "C" __global__ void ring(const __grid_constant__ RingParams p) {
-  __shared__ float4 mine, given;
+  __shared__ float4 mine, given, arrived;
+  __shared__ unsigned long long bar;
+  const unsigned full = ptx::shared_address(&bar);
   const int rank = ptx::cluster_ctarank(), size = 4;
-  if (threadIdx.x == 0) mine = make_float4(rank, rank + 0.25f, rank + 0.5f, rank + 0.75f);
+  if (threadIdx.x == 0) {
+    mine = make_float4(rank, rank + 0.25f, rank + 0.5f, rank + 0.75f);
+    ptx::mbarrier_init(full, 1);
+    ptx::fence_mbarrier_init();
+  }
   __syncwarp();
   ptx::barrier_cluster_arrive();
   ptx::barrier_cluster_wait();
@@ -122,7 +129,13 @@ extern "C" __global__ void ring(const __grid_constant__ RingParams p) {
     const float4 x =
         ptx::ld_shared_cluster(ptx::mapa(ptx::shared_address(&mine), (rank + size - 1) % size));
     reinterpret_cast<float4*>(p.read)[blockIdx.x] = x;
+    const int next = (rank + 1) % size;
+    ptx::st_async(ptx::mapa(ptx::shared_address(&arrived), next), mine, ptx::mapa(full, next));
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(float4));
   }
+  while (!ptx::mbarrier_try_wait_cluster(full, 0)) {
+  }
+  if (threadIdx.x == 0) reinterpret_cast<float4*>(p.sent)[blockIdx.x] = arrived;
   __syncwarp();
   ptx::barrier_cluster_arrive();
   ptx::barrier_cluster_wait();

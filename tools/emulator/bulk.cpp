@@ -439,4 +439,12 @@ void cluster_access(u32 address, float* x, bool write) {
   if (write) note_write(self, block_of(self, address, what), address & 0xffffff, 16);
 }
 
+void store_async(u32 address, float* x, u32 bar) {
+  Thread& self = *machine.self;
+  Block& block = block_of(self, address, "st.async");
+  if (&block != &block_of(self, bar, "st.async")) fail(self, "st.async: its mbarrier is elsewhere");
+  cluster_access(address, x, true);
+  complete_bytes(self, block, bar & 0xffffff, 16);
+}
+
 }  // namespace emu

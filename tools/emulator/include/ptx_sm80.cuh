@@ -29,6 +29,13 @@ inline T* opaque(T* x) {
 
 inline void bar_sync(int barrier, int threads) { emu::barrier_sync(barrier, threads); }
 
+inline unsigned atom_inc_acq_rel(unsigned* address, unsigned last) {
+  __threadfence();
+  const unsigned old = atomicInc(address, last);
+  __threadfence();
+  return old;
+}
+
 inline void cp_async_16(unsigned dst, const void* src, int bytes) {
   emu::copy_async(dst, src, bytes, 16);
 }

@@ -18,6 +18,7 @@ void cluster_wait();
 [[gnu::const]] unsigned cluster_rank();
 unsigned map_rank(unsigned address, unsigned rank);
 void cluster_access(unsigned address, float* x, bool write);  // four floats
+void store_async(unsigned address, float* x, unsigned bar);
 void proxy_fence();
 void bulk_copy(Bulk kind, unsigned address, const void* global, int bytes, unsigned bar);
 void bulk_commit();
@@ -43,6 +44,9 @@ inline void mbarrier_expect_tx(unsigned bar, int bytes) { emu::mbarrier_arrive(b
 inline bool mbarrier_try_wait(unsigned bar, int parity) {
   return emu::mbarrier_wait(bar, parity, true);
 }
+inline bool mbarrier_try_wait_cluster(unsigned bar, int parity) {
+  return emu::mbarrier_wait(bar, parity, true);
+}
 inline bool mbarrier_test_wait(unsigned bar, int parity) {
   return emu::mbarrier_wait(bar, parity, false);
 }
@@ -56,6 +60,9 @@ inline void barrier_cluster_arrive_relaxed() { emu::cluster_arrive(); }
 inline void barrier_cluster_wait() { emu::cluster_wait(); }
 inline void st_shared_cluster(unsigned cluster_address, float4 x) {
   emu::cluster_access(cluster_address, &x.x, true);
+}
+inline void st_async(unsigned cluster_address, float4 x, unsigned cluster_bar) {
+  emu::store_async(cluster_address, &x.x, cluster_bar);
 }
 inline float4 ld_shared_cluster(unsigned cluster_address) {
   float4 x;
