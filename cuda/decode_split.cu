@@ -18,6 +18,7 @@
 // Numerics: float32 accumulation, log2 units, P rounded to 16 bits, 8-bit caches widened to halves.
 // Slots past a sequence's end never reach a result; table entries past its last page are not used.
 
+#include "decode_out.cuh"
 #include "decode_warp.cuh"
 
 template <class C>
@@ -72,57 +73,13 @@ struct Slice {
   }
 };
 
-// What a row's sum and a sink make of it: the factor of out, and lse. As OnlineSoftmax::finish.
-__device__ __forceinline__ float finish_row(float max, float sum, float sink_log2, float& lse) {
-  const float total_max = fmaxf(max, sink_log2);
-  const float used_max = finite_max(total_max);
-  const float rescale = ptx::ex2_approx(max - used_max);
-  const float total = sum * rescale + ptx::ex2_approx(sink_log2 - used_max);
-  lse = total == 0.f ? kEmptyMax : (used_max + ptx::lg2_approx(total)) * kLn2;
-  return total == 0.f ? 0.f : rescale * ptx::rcp_approx(total);
-}
-
-// Two columns of a row, in the type of out.
-template <class C>
-__device__ __forceinline__ unsigned pack_out(const DecodeSplitParams& p, float a, float b) {
-  if constexpr (KvTile<C>::kWide) {
-    return C::Element::pack(a, b);
-  } else {
-    return p.q_bf16 != 0 ? bf16::pack(a, b) : fp16::pack(a, b);
-  }
-}
-
 // Row `row` of the block, columns `col` and the next: done, to out and lse.
 template <class C>
 __device__ __forceinline__ void store_slice(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                             int row, int col, const Slice& x) {
-  const int query = rows.query(p, row);
-  const int head = rows.q_head(p, row, query);
-  float lse;
-  float factor =
-      finish_row(x.max, x.sum, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, lse);
-  if (factor != 0.f && p.v_scale != nullptr) {
-    factor *= __ldg(p.v_scale + rows.batch * p.stride_v_scale_batch +
-                    rows.kv_head * p.stride_v_scale_head);
-  }
-  factor *= p.out_scale;
+  const RowEnd<C> end(p, rows, row, x.max, x.sum, col == 0);
   if (col < p.value_dim) {
-    auto* out = static_cast<unsigned short*>(p.out) +
-                sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_out_batch, p.stride_out_row) +
-                query * p.stride_out_row + head * p.stride_out_head;
-    // A NaN that a row met in v must not reach rows that see no key: 0 * NaN.
-    const bool empty = x.sum == 0.f;
-    if constexpr (C::unaligned) {
-      store_pair(out + col, empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor),
-                 p.value_dim - col);
-    } else {
-      *reinterpret_cast<unsigned*>(out + col) =
-          empty ? 0u : pack_out<C>(p, x.out.x * factor, x.out.y * factor);
-    }
-  }
-  if (col == 0 && p.lse != nullptr) {
-    p.lse[sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_lse_batch, 1) +
-          head * p.stride_lse_head + query] = lse;
+    store_two<C>(end.out + col, end.pack(p, x.out.x, x.out.y), p.value_dim - col);
   }
 }
 
@@ -282,37 +239,6 @@ struct Merge {
     }
   }
 };
-
-// Sequences of which no key is seen have no unit: their rows are written here.
-template <class C>
-__device__ __forceinline__ void write_empty(const DecodeSplitParams& p) {
-  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
-    const PagedSequence s(p, b);
-    if (Units<C>(p, s.q_len, s.k_len).count > 0) continue;
-    auto* out = static_cast<unsigned short*>(p.out) +
-                sequence_offset(p.cu_seqlens_q, b, p.stride_out_batch, p.stride_out_row);
-    float* lse = p.lse == nullptr
-                     ? nullptr
-                     : p.lse + sequence_offset(p.cu_seqlens_q, b, p.stride_lse_batch, 1);
-    for (int row = threadIdx.x / 32; row < s.q_len * p.q_heads; row += C::warps) {
-      const int query = row / p.q_heads, head = row % p.q_heads;
-      const int lane = threadIdx.x % 32;
-      for (int col = 2 * lane; col < p.value_dim; col += 64) {
-        auto* to = out + query * p.stride_out_row + head * p.stride_out_head + col;
-        if constexpr (C::unaligned) {
-          store_pair(to, 0u, p.value_dim - col);
-        } else {
-          *reinterpret_cast<unsigned*>(to) = 0u;
-        }
-      }
-      if (lane == 0 && lse != nullptr) {
-        float row_lse;
-        finish_row(kEmptyMax, 0.f, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, row_lse);
-        lse[head * p.stride_lse_head + query] = row_lse;
-      }
-    }
-  }
-}
 
 // ---- The kernel ----
 

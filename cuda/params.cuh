@@ -183,7 +183,7 @@ struct MergeParams {
   float out_scale_number;
 };
 
-// decode_split.
+// decode_split, decode_sm90.
 struct DecodeSplitParams : PagedParams {
   // `n / x` is n * x_magic >> x_shift, for n < 2^31: a division takes longer than a read from L2.
   int columns;  // block i works in column i % columns of the grid, in row i / columns: splits.cuh
@@ -202,11 +202,14 @@ struct DecodeSplitParams : PagedParams {
   long long rows_magic;
   long long group_magic;
   int* tile_counter;  // [slots] parts that have arrived; zero before and after a launch
-  float4* workspace;  // [slots, rows of a block * columns of its V tile / 2] unmerged parts
-  int column_slots;   // fixed split: slots of a column
+  // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots, rows,
+  // columns / 4 + 1].
+  float4* workspace;
+  int column_slots;  // fixed split: slots of a column
   // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens
-  // of a head, swizzled. x-major where a page has more than 16 tokens: keys (x of each token, D / x,
-  // head, block, 1), values (token, D, head, block), boxes likewise, not swizzled.
+  // of a head (decode_sm90: and of one part), swizzled. x-major where a page has more than 16
+  // tokens: keys (x of each token, D / x, head, block, 1), values (token, D, head, block), boxes
+  // likewise, not swizzled.
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
 };

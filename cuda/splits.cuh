@@ -18,8 +18,12 @@
 #include "pages.cuh"
 #include "types.cuh"
 
-constexpr int kOverhead = 12;   // 8: skewed batches took 8 % longer, 4: 30 % (H200, 2026-11-30)
-constexpr int kLeastQuota = 8;  // positions of a block: fewer cost more to merge than they save
+// 8: skewed batches took 8 % longer, 4: 30 % (H200, 2026-11-30)
+template <class C>
+constexpr int kOverhead = C::unit < 64 ? 12 : 2;
+// Positions of a block: fewer cost more to merge than they save.
+template <class C>
+constexpr int kLeastQuota = C::unit < 64 ? 8 : 4;
 
 // n / divisor, for n < 2^31.
 __device__ __forceinline__ int divide(int n, long long magic, int shift) {
@@ -43,7 +47,7 @@ struct Units {
   // Positions of a segment.
   __device__ __forceinline__ int size(const DecodeSplitParams& p) const {
     if (p.span > 0) return parts(p, count);
-    return count > 0 ? count + kOverhead : 0;
+    return count > 0 ? count + kOverhead<C> : 0;
   }
 };
 
@@ -92,7 +96,7 @@ struct Walk {
     }
     const int total = __shfl_sync(0xffffffffu, inclusive, 31) * p.lines;
     quota = divide(total + p.rows - 1, p.rows_magic, p.rows_shift);
-    if (p.span == 0) quota = max(quota, kLeastQuota);
+    if (p.span == 0) quota = max(quota, kLeastQuota<C>);
     const int position = at.row * quota;
     end = min(position + quota, total);
 
@@ -129,7 +133,7 @@ struct Walk {
         ++batch;
       } while (measure(p) == 0);
     }
-    start = p.span > 0 ? position : position + kOverhead;
+    start = p.span > 0 ? position : position + kOverhead<C>;
     number = 0;
     return clip(p, position);
   }
@@ -182,7 +186,7 @@ struct Walk {
     line = p.lines == 1 ? 0 : inside / size;
     start = base * p.lines + line * size;
     number = position - start;
-    if (p.span == 0) start += kOverhead;
+    if (p.span == 0) start += kOverhead<C>;
     return clip(p, position);
   }
 

@@ -149,7 +149,7 @@ def flash_attn_with_kvcache(
         `()`, `(1,)`, `(kv_heads,)`, or without new tokens `(batch, kv_heads)`. 1.0 for other
         caches.
     split_tokens : int
-        Cuts sequences in parts of this many tokens, rounded up to a multiple of 32, whatever else
+        Cuts sequences in parts of this many tokens, rounded up to a multiple of 64, whatever else
         is in the batch: a row's bits then do not depend on it. 0 balances the batch, but for
         PagedAttention's kernels, whose parts are always the same.
     num_splits : int

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rawattn.cache_configs import CopyBlocks, KvWrite, Merge, PagedV1, Rotary, Sequences
+from rawattn.decode_configs import DecodeSm90
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -204,6 +205,11 @@ class DecodeSplit:
         peers = 16 * (4 * self.head_dim if self.cluster > 1 else 1)
         return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 8) // 1024) * 1024
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the workspace, for the sums of a part."""
+        return 8 * self.rows * self.head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
@@ -302,6 +308,13 @@ KERNELS: dict[str, Kernel] = {
             config=DecodeSplit,
             params="DecodeSplitParams",
             architectures=ARCHITECTURES,
+        ),
+        Kernel(
+            name="decode_sm90",
+            source="decode_sm90.cu",
+            config=DecodeSm90,
+            params="DecodeSplitParams",
+            architectures=("sm_90a",),
         ),
     )
 }

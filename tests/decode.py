@@ -240,7 +240,7 @@ class Call:
         problem, device = self.case.problem, self.case.device
         assert decode.refuses(problem, device) is None
         (launch,) = decode.launches(problem, device)
-        assert launch.config.tma == self.case.tma
+        assert getattr(launch.config, "tma", True) == self.case.tma
         return launch
 
     def run(self, launch: Launch, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuda/decode_split.cu on the emulator, against the reference."""
+"""cuda/decode_split.cu and cuda/decode_sm90.cu on the emulator, against the reference."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ CASES = {
     "cluster of 4": Case(k_lens=(300, 17), sms=22),
     "cluster of 2": Case(k_lens=(2600, 0, 70), group=8, kv_heads=1, sms=6, page=32),
     "e4m3": Case(k_lens=RAGGED, cache_dtype="float8_e4m3fn", scale=Scale.HEAD),
+    # wgmma: more than 8 rows
+    "draft tokens, all scores": Case(
+        k_lens=RAGGED,
+        q_lens=DRAFTS,
+        packed=True,
+        layout=HND,
+        csr=True,
+        mask=Mask(left=40, right=2),
+        softcap=3.0,
+        alibi=True,
+        sink=True,
+    ),
+    "draft tree, few SMs": Case(
+        k_lens=(300, 40, 5, 200), q_lens=(9, 3, 4, 6), packed=True, tree=True, sms=2
+    ),
+    "drafts, many parts": Case(k_lens=(1500,), q_lens=(6,), sms=14),
+    "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
+    "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
     # bulk copies
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
     "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
@@ -139,7 +157,15 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
         "cluster of 4": 4,
         "cluster of 2": 2,
         "x-major cluster": 8,
+        "draft cluster": 8,
     }
+
+
+def test_many_rows_are_for_wgmma() -> None:
+    kernels = {name: Call(case).launch().kernel for name, case in CASES.items()}
+    for name, case in CASES.items():
+        wide = case.tma and case.layout is not X_MAJOR and case.problem.rows > 8
+        assert kernels[name] == ("decode_sm90" if wide else "decode_split"), name
 
 
 def test_fixed_split_bits_do_not_depend_on_the_batch() -> None:

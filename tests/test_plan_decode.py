@@ -13,6 +13,7 @@ from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
+from rawattn.registry import all_configs
 from tests.problems import decode_problem
 
 H200 = Device.named("H200")
@@ -43,7 +44,7 @@ def test_every_choice_is_compiled() -> None:
     seen = set()
     for arch in ("sm_80", "sm_89", "sm_90a", "sm_120"):
         device = dataclasses.replace(H200, arch=arch)
-        compiled = set(decode.configs(arch))
+        compiled = {c for kernel, c in all_configs(arch) if kernel.name.startswith("decode")}
         assert all(c.smem_bytes <= decode.SMEM_KB[arch] * 1024 for c in compiled)
         for head_dim in (64, 80, 128, 192, 256):
             for layout in CacheLayout:
@@ -93,16 +94,19 @@ def test_every_choice_is_compiled() -> None:
         (_with(batch=1, split=512), {"cluster": 1}),
         (_with(batch=1, max_k=1 << 16), {"cluster": 8}),
         (_with(batch=1, max_k=1 << 20), {"cluster": 1}),
+        (_with(max_q=2), {"features": True, "tma": True, "row_tiles": 1}),
+        (_with(max_q=4), {"rows": 64, "unit": 64, "cluster": 1}),
+        (_with(max_q=16, batch=1), {"rows": 64, "cluster": 8}),
+        (_with(max_q=4, page=24), {"tma": False, "row_tiles": 4}),
         (_with(batch=1, q_heads=4, kv_heads=1), {"cluster": 8}),
         (_with(batch=1, q_heads=4, kv_heads=1, max_k=1 << 15), {"cluster": 1}),
-        (_with(max_q=4), {"features": True, "tma": True}),
         (_with(cache_dtype="int8"), {"element": "fp16", "cache": "int8", "unit": 32}),
     ],
 )
 def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
     (launch,) = decode.launches(problem, H200)
     assert {name: getattr(launch.config, name) for name in chosen} == chosen
-    assert (len(launch.maps) == 2) == launch.config.tma
+    assert (len(launch.maps) == 2) == getattr(launch.config, "tma", True)
 
 
 @pytest.mark.parametrize(
@@ -163,5 +167,5 @@ def test_a_fixed_split_sums_alike_however_long_the_longest_query_is(arch: str) -
                     )
                     (launch,) = decode.launches(p, device)
                     c = launch.config
-                    sums.add((c.warps, c.unit, c.row_tiles, dict(launch.scalars)["span"]))
+                    sums.add((launch.kernel, c.unit, c.row_tiles, dict(launch.scalars)["span"]))
                 assert len(sums) == 1, (cache, layout, head_dim, sums)

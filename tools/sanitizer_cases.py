@@ -62,6 +62,7 @@ PAGED_CASES = (
             {"layout": "x-major", "table": "csr"},
             {"layout": "HND", "cache_dtype": "float8_e4m3fn", "dtype": "float16"},
             {"q_lens": (4, 4, 4), "k_lens": (700, 4, 33), "causal": True, "split": 64},
+            {"q_lens": (8, 8, 8), "k_lens": (900, 8, 33), "causal": True, "softcap": 20.0},
             {"k_lens": (700, 3, 33), "new": 1, "rotary": "halves", "memory": "gaps"},
             {"head_dim": 65, "value_dim": 7, "page": 3, "table": "csr"},
             {"head_dim": 100, "q_lens": (2, 2, 2), "layout": "HND", "cache_dtype": "int8"},

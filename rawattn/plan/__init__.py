@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rawattn.device import Device
-from rawattn.plan import decode, fwd_sm80, fwd_sm90, kv_write, merge, paged, paged_v1, paged_v2
+from rawattn.plan import (
+    decode,
+    decode_sm90,
+    fwd_sm80,
+    fwd_sm90,
+    kv_write,
+    merge,
+    paged,
+    paged_v1,
+    paged_v2,
+)
 from rawattn.plan.base import MAX_GRID, Backend, Launch, Plan
 from rawattn.plan.dense import BACKENDS, plan
 from rawattn.registry import Config
@@ -52,6 +62,7 @@ CONFIGS: dict[str, Callable[[str], Iterator[Config]]] = {
     "paged_v2": paged_v2.configs,
     "paged_v2_reduce": paged_v2.reduce_configs,
     "decode_split": decode.configs,
+    "decode_sm90": decode_sm90.configs,
 }
 # What makes the launch of any Config, for variants of a plan.
 LAUNCHES: dict[str, Callable[[Any, Device, Any], Launch]] = {

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rawattn.decode_configs import DecodeSm90
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
-from rawattn.plan import paged_v2
+from rawattn.plan import decode_sm90, paged_v2
 from rawattn.plan.base import ELEMENTS, Launch, Part, TensorMap
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import KERNELS, DecodeSplit
@@ -23,7 +24,7 @@ SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227,
 # (H200, 2026-11-30).
 IN_FLIGHT = 128 * 1024
 BOX = 16  # tokens of a tensor copy; they do not cross pages
-SPLIT_STEP = 32  # a fixed split is a multiple of this, as this is of any Config.unit
+SPLIT_STEP = 64  # a fixed split is a multiple of this, as this is of any Config.unit
 # Blocks of a cluster that shares a segment, where all segments are on the GPU at a time: 1 to 3 us
 # less (H200, 2026-11-30). A cluster needs SMs of one GPC, and 16 of 8 blocks, or 32 of 4, did not
 # fit at once: large ones for at most CLUSTER_SHARE of the SMs. Nothing balances them: where one
@@ -95,7 +96,12 @@ def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[
     # Few configs: of 8-bit caches only those of the most common head size come by TMA.
     tma = arch == "sm_90a" and (head_dim == 128 or not quantized)
     variants = VARIANTS if quantized or xmajor else VARIANTS + WIDE_VARIANTS
-    return [variant for variant in variants if tma or not variant[0]]
+    # Wide ones by TMA are for head sizes that decode_sm90 does not take.
+    return [
+        (copies, features, wide)
+        for copies, features, wide in variants
+        if not copies or (tma and not (wide and head_dim in decode_sm90.UNITS))
+    ]
 
 
 def configs(arch: str) -> Iterator[DecodeSplit]:
@@ -233,7 +239,7 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
 
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     """One launch, with as many blocks as fit on the GPU at a time."""
-    config = _chosen(p, device)
+    config = decode_sm90.chosen(p, device) or _chosen(p, device)
     row_blocks = -(-p.rows // config.rows)
     lines = p.kv_heads * row_blocks
     resident = max(1, min(2, device.smem_per_sm // (config.smem_bytes + 1024)))
@@ -253,10 +259,9 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
         "rows": grid // columns,
         "group": p.group,
     }
-    slice_bytes = 16  # of two columns of a row: their sums, the row's max and sum
     return (
         Launch(
-            kernel="decode_split",
+            kernel="decode_split" if isinstance(config, DecodeSplit) else "decode_sm90",
             config=config,
             grid=grid,
             scalars=(
@@ -268,10 +273,10 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
                 ("column_slots", column_slots),
                 *(pair for name, divisor in divisors.items() for pair in _magic(name, divisor)),
             ),
-            maps=_maps(p, config) if config.tma else (),
+            maps=_maps(p, config) if isinstance(config, DecodeSm90) or config.tma else (),
             cluster=config.cluster,
             counters=slots,
-            workspace_bytes=slots * config.rows * config.head_dim // 2 * slice_bytes,
+            workspace_bytes=slots * config.slot_bytes,
         ),
     )
 
@@ -292,7 +297,7 @@ def _columns(lines: int, blocks: int) -> int:
     return max(divisors, key=lambda c: (worth(c), c))
 
 
-def _maps(p: PagedProblem, config: DecodeSplit) -> tuple[TensorMap, ...]:
+def _maps(p: PagedProblem, config: DecodeSplit | DecodeSm90) -> tuple[TensorMap, ...]:
     """Keys and values, as DecodeSplitParams says."""
     x = 16 // ITEMSIZES[p.cache_dtype]
     axes: tuple[tuple[int | Part, ...], tuple[int | Part, ...]]
@@ -308,7 +313,9 @@ def _maps(p: PagedProblem, config: DecodeSplit) -> tuple[TensorMap, ...]:
         token, head = (1, 2) if p.layout is CacheLayout.NHD else (2, 1)
         parts = Part(3, 1, part), token, Part(3, part), head, 0
         axes = parts, parts
-        boxes = ((part, BOX, config.head_dim // part, 1, 1),) * 2
+        # wgmma wants the keys of a unit side by side, part by part.
+        together = 1 if isinstance(config, DecodeSm90) else config.head_dim // part
+        boxes = ((part, BOX, together, 1, 1),) * 2
         swizzle = 128
     # An L2 promotion of 256 took 4 % longer (H200, 2026-11-30).
     return tuple(

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warpgroup of decode_sm90 computes: the scores of a unit of keys for 64 rows, their
+// probabilities, and their sum of values. Rows are the M of wgmma: warp w holds 16 w to 16 w + 15,
+// of which lane l has l / 4 and l / 4 + 8, in the layout of mma.m16n8k16.
+#pragma once
+
+#include "decode_rows.cuh"
+#include "softmax.cuh"
+#include "tile_sm90.cuh"
+
+template <class Element>
+constexpr ptx::WgmmaType kWgmmaType = ptx::WgmmaType::bf16;
+template <>
+constexpr ptx::WgmmaType kWgmmaType<fp16> = ptx::WgmmaType::f16;
+
+template <class C>
+struct DecodeSm90Warpgroup {
+  using Element = typename C::Element;
+  using Q = SwizzledTile<C::rows, C::head_dim>;
+  using Keys = SwizzledTile<C::unit, C::head_dim>;  // and values
+  static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;
+
+  float out[1][C::head_dim / 8][4];  // unnormalised
+  OnlineSoftmax<1> softmax;
+  bool any;                // whether this warp has rows of the part
+  int seen_from, seen_to;  // keys of this interval are seen by every row
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int row(int half) {
+    return threadIdx.x / 32 % 4 * 16 + lane() / 4 + 8 * half;
+  }
+
+  // ---- A part begins ----
+
+  __device__ __forceinline__ void begin(const DecodeSplitParams& p, const RowBlock<C>& rows) {
+#pragma unroll
+    for (int i = 0; i < C::head_dim / 2; ++i) out[0][i / 4][i % 4] = 0.f;
+    softmax = OnlineSoftmax<1>();
+    any = threadIdx.x / 32 % 4 * 16 < rows.count;
+    rows.interval(p, seen_from, seen_to);
+  }
+
+  // ---- A unit ----
+
+  // Attends to one unit of keys and values.
+  __device__ __forceinline__ void attend(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                         const Q& q, const Keys& keys, Keys& values,
+                                         int first_key) {
+    float s[1][C::unit / 8][4];
+    score(s, q, keys);
+    if (first_key + C::unit > rows.k_len) clear_tail(values, rows.k_len - first_key);
+    if (any) {
+      const bool changed = p.softcap_log2 > 0.f || p.alibi_slopes != nullptr;
+      if (changed) modify(p, rows, s, first_key);
+      if (first_key < seen_from || first_key + C::unit > seen_to) mask(p, rows, s, first_key);
+      softmax.template update<true>(s, out, changed ? 1.f : p.scale_log2, [](float (&)[1][2]) {});
+    } else {
+#pragma unroll
+      for (int i = 0; i < C::unit / 2; ++i) s[0][i / 4][i % 4] = 0.f;
+    }
+    accumulate(s, values);
+  }
+
+ private:
+  // s = q k^T.
+  static __device__ __forceinline__ void score(float (&s)[1][C::unit / 8][4], const Q& q,
+                                               const Keys& keys) {
+    auto& flat = reinterpret_cast<float (&)[C::unit / 2]>(s);
+    const unsigned long long a = q.k_major(), b = keys.k_major();
+    ptx::wgmma_pin(flat);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::head_dim / 16; ++i) {
+      ptx::Wgmma<C::unit, kType>::template ss<0, 0>(flat, a + Q::k_major_offset(i),
+                                                    b + Keys::k_major_offset(i), i != 0);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(flat);
+  }
+
+  // out += p v, where probabilities in accumulator layout are the A operand under another name.
+  __device__ __forceinline__ void accumulate(const float (&s)[1][C::unit / 8][4],
+                                             const Keys& values) {
+    unsigned operand[C::unit / 16][4];
+#pragma unroll
+    for (int i = 0; i < C::unit / 4; ++i) {
+      const float* pair = &s[0][i / 2][i % 2 * 2];
+      operand[i / 4][i % 4] = Element::pack(pair[0], pair[1]);
+    }
+    auto& flat = reinterpret_cast<float (&)[C::head_dim / 2]>(out);
+    const unsigned long long b = values.mn_major();
+    ptx::wgmma_pin(flat);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::unit / 16; ++i) {
+      ptx::Wgmma<C::head_dim, kType>::template rs<1>(flat, operand[i], b + Keys::mn_major_offset(i),
+                                                     true);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(flat);
+  }
+
+  // Zeros instead of the values of tokens from `valid` on, which may be NaN: times a probability of
+  // 0 that would be NaN. The fence orders them before the product, and the next copy.
+  static __device__ __forceinline__ void clear_tail(Keys& values, int valid) {
+    constexpr int kPieces = C::head_dim / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < (C::unit - valid) * kPieces; i += 128) {
+      const int token = valid + i / kPieces, col = i % kPieces * 8;
+      const int offset = token * Keys::kRowBytes + (col * 2 / 16 % 8 ^ token % 8) * 16;
+      *reinterpret_cast<uint4*>(values.data[col / Keys::kChunk] + offset) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(1 + threadIdx.x / 128, 128);
+  }
+
+  // Scale, softcap, ALiBi.
+  __device__ __forceinline__ void modify(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                         float (&s)[1][C::unit / 8][4], int first_key) const {
+    const float cap = p.softcap_log2;
+    const float scale_over_cap = cap > 0.f ? p.scale_log2 / cap : 0.f;
+    int diagonal[2];
+    float slope[2];  // ALiBi
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = rows.query(p, row(half));
+      const bool biased = p.alibi_slopes != nullptr && row(half) < rows.count;
+      slope[half] = biased ? rows.slope(p, row(half), query) : 0.f;
+      diagonal[half] = query + rows.shift;
+    }
+#pragma unroll
+    for (int i = 0; i < C::unit / 2; ++i) {
+      float& x = s[0][i / 4][i % 4];
+      const int half = i % 4 / 2;
+      const int distance = diagonal[half] - key_of(first_key, i);
+      x = cap > 0.f ? cap * tanhf(x * scale_over_cap) : x * p.scale_log2;
+      x -= slope[half] * fabsf(static_cast<float>(distance));
+    }
+  }
+
+  // Keys that a row does not see become -inf, whatever they held.
+  __device__ __forceinline__ void mask(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                       float (&s)[1][C::unit / 8][4], int first_key) const {
+    int query[2], from[2], to[2];  // what windows, causality and the length leave to a row
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      query[half] = rows.query(p, row(half));
+      const int diagonal = query[half] + rows.shift;
+      from[half] = p.window_left < 0 ? 0 : diagonal - p.window_left;
+      const bool right = p.window_right >= 0 && p.tree_mask == nullptr;
+      to[half] = right ? min(rows.k_len, diagonal + p.window_right + 1) : rows.k_len;
+    }
+#pragma unroll
+    for (int i = 0; i < C::unit / 2; ++i) {
+      const int half = i % 4 / 2, key = key_of(first_key, i);
+      if (key < from[half] || key >= to[half]) s[0][i / 4][i % 4] = kEmptyMax;
+    }
+    if (p.tree_mask == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < C::unit / 2; ++i) {
+      const int half = i % 4 / 2, key = key_of(first_key, i);
+      if (key >= rows.shift && key < to[half] && !rows.sees(p, row(half), query[half], key)) {
+        s[0][i / 4][i % 4] = kEmptyMax;
+      }
+    }
+  }
+
+  // The key of score i of a lane.
+  static __device__ __forceinline__ int key_of(int first_key, int i) {
+    return first_key + i / 4 * 8 + lane() % 4 * 2 + i % 2;
+  }
+};

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where ``cuda/decode_sm90.cu`` takes the place of decode_split: for more than 8 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rawattn.decode_configs import DecodeSm90
+from rawattn.device import Device
+from rawattn.paged_problem import PagedProblem
+from rawattn.plan.base import ELEMENTS
+from rawattn.problem import CacheLayout
+
+BOX = 16  # tokens of a tensor copy; they do not cross pages
+UNITS = {64: 64, 128: 64}  # keys; for 256 columns there are no registers
+STAGES = {64: 8, 128: 4}  # 128 KB in flight
+# Blocks of a cluster that shares a segment, where all of these fit on the GPU at a time and have no
+# more keys than this each: 5 to 10 us less at 1 x 8 k, 13 to 15 more at 1 x 128 k (H200,
+# 2026-11-30). Compiled for one head size.
+CLUSTER = 8
+CLUSTER_KEYS = 64 * 1024
+CLUSTER_HEAD_DIM = 128
+
+
+def config(element: str, head_dim: int, cluster: int = 1) -> DecodeSm90:
+    return DecodeSm90(
+        element=element,
+        head_dim=head_dim,
+        unit=UNITS[head_dim],
+        stages=STAGES[head_dim],
+        cluster=cluster,
+    )
+
+
+def configs(arch: str) -> Iterator[DecodeSm90]:
+    """Every Config that a plan can choose."""
+    for element in ELEMENTS.values():
+        yield config(element, CLUSTER_HEAD_DIM, CLUSTER)
+        for head_dim in UNITS:
+            yield config(element, head_dim)
+
+
+def chosen(p: PagedProblem, device: Device) -> DecodeSm90 | None:
+    """The Config for a problem that decode_split does not refuse; None: it is for that kernel."""
+    if not _takes(p, device):
+        return None
+    balanced = config(ELEMENTS[p.dtype], p.head_dim)
+    segments = p.batch * p.kv_heads * -(-p.rows // balanced.rows)
+    few = segments * CLUSTER <= device.sms and p.max_k <= CLUSTER_KEYS and not p.split
+    if few and p.head_dim == CLUSTER_HEAD_DIM:
+        return replace(balanced, cluster=CLUSTER)
+    return balanced
+
+
+def _takes(p: PagedProblem, device: Device) -> bool:
+    """A fixed split is taken with any number of rows: its bits do not depend on the longest query
+    of the batch.
+    """
+    return (
+        device.arch == "sm_90a"
+        and p.cache_dtype == p.dtype
+        and p.layout is not CacheLayout.X_MAJOR
+        and p.head_dim == p.value_dim
+        and p.head_dim in UNITS
+        and p.page % BOX == 0
+        and p.copy_bytes >= 16
+        and not p.leftpad
+        and (p.rows > 8 or p.split > 0)
+    )
