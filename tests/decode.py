@@ -23,7 +23,7 @@ from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
 from rawattn.reference import attention
 from rawattn.reference_paged import gather_cache, slots
-from rawattn.testing.closeness import Expected, bounds
+from rawattn.testing.closeness import Expected, bounds, with_samples
 from tools.emulator.plans import run_launch
 
 LOG2_E = 1.4426950408889634
@@ -207,7 +207,9 @@ class Call:
             "alibi_slopes": self.slopes,
             "sink": self.sink,
         }
-        columns = np.concatenate([v, np.abs(v)], axis=-1)
+        values = np.abs(v)
+        v = with_samples(v, case.seed)
+        columns = np.concatenate([v, values], axis=-1)
         out, lse = attention(q, k, columns, **common, **scores)
         twin = attention(
             *(x.astype(np.float32) for x in (q, k, v)), **common, **scores, rounding=p.dtype
@@ -215,11 +217,11 @@ class Call:
         terms = attention(np.abs(q), np.abs(k), v[..., :1], **common)[1]
         finite = np.where(np.isfinite(lse), abs(lse), 0.0)
         return Expected(
-            out=out[..., : p.value_dim],
+            out=out[..., : v.shape[-1]],
             lse=lse,
             twin_out=twin[0],
             twin_lse=twin[1],
-            values=out[..., p.value_dim :].max(axis=-1, keepdims=True),
+            values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
             terms=np.where(np.isfinite(terms), terms, 0.0) + finite,
         )
 
@@ -335,7 +337,8 @@ def check(case: Case, seeds: int = 2) -> None:
     want = call.expected()
     limits = bounds(want, case.dtype)
     results = [call.run(launch, case.seed + seed) for seed in range(seeds)]
-    for got, exact, limit in zip(results[0], (want.out, want.lse), limits, strict=True):
+    exacts = want.out[..., : case.problem.value_dim], want.lse
+    for got, exact, limit in zip(results[0], exacts, limits, strict=True):
         got = got.astype(np.float64)
         finite = np.isfinite(exact)
         assert (np.isfinite(got) == finite).all(), case

@@ -16,6 +16,7 @@ from rawattn.testing.cases import Case
 from rawattn.testing.inputs import Results
 
 Array = NDArray[Any]
+SAMPLES = 32  # of rounding errors, at least, that make the bound of a row of out
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,16 @@ def ulp(x: Array, dtype: str) -> Array:
     facts = ml_dtypes.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(np.abs(x), float(facts.smallest_normal))))
     return np.exp2(exponent) * float(facts.eps)
+
+
+def with_samples(v: Array, seed: int) -> Array:
+    """A v of at least SAMPLES columns: where it is narrower, its own follow with random signs.
+
+    They round alike, and so the bound of a row of one column is not one of chance.
+    """
+    copies = -(-SAMPLES // v.shape[-1])
+    signs = np.random.default_rng(seed).choice(np.array([-1, 1], v.dtype), (copies - 1, *v.shape))
+    return np.concatenate([v, *(signs * v)], axis=-1)
 
 
 def bounds(want: Expected, dtype: str) -> Results:

@@ -12,10 +12,8 @@ import numpy as np
 
 from rawattn import reference
 from rawattn.testing.cases import Limits
-from rawattn.testing.closeness import Expected, Record
+from rawattn.testing.closeness import Expected, Record, with_samples
 from rawattn.testing.inputs import Array, Inputs, Results, Tensors, place
-
-SAMPLES = 32  # of rounding errors, at least, that make the bound of a row of out
 
 
 class Attention(Protocol):
@@ -108,16 +106,8 @@ def run(op: Op, t: Tensors) -> Results:
 
 
 def expected(t: Tensors) -> Expected:
-    """What an op should give, and what its bounds are made of.
-
-    A narrow v is given more columns, its own with random signs: they round alike, and so the bound
-    of a row of one column is not one of chance.
-    """
-    copies = -(-SAMPLES // t.case.value_dim)
-    signs = np.random.default_rng(t.case.seed).choice(
-        np.array([-1, 1], t.v.dtype), (copies - 1, *t.v.shape)
-    )
-    v = np.concatenate([t.v, *(signs * t.v)], axis=-1)
+    """What an op should give, and what its bounds are made of."""
+    v = with_samples(t.v, t.case.seed)
     out, lse = _reference(t, t.q, t.k, np.concatenate([v, np.abs(t.v)], axis=-1), np.float64)
     twin_out, twin_lse = _reference(t, t.q, t.k, v, np.float32, rounding=t.case.dtype)
     scale = None if t.case.scale is None else abs(t.case.scale)
