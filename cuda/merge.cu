@@ -8,10 +8,11 @@
 // and its out is not used: it may be NaN. Where one state alone has keys, its bits are the result;
 // where none has, out is 0 and lse -inf.
 //
-// Grid: blocks of rows, a row being a (token, head) pair. A thread merges C::parts pieces of a row, 16
-// bytes of out each; the threads of a row lie side by side, and each weighs its states. States are taken
-// a few at a time (two where there are two), all of them read before the first is used: the time is
-// that of reading and writing them. Plain loads: ld.cs took 11 % longer at 400 MB (H200, 2026-11-30,
+// Grid: blocks of rows, a row being a (token, head) pair. Rows go kStrip tokens at a time, head after
+// head: lse of one head lie side by side, and neighbouring threads read them whole. A thread merges
+// C::parts pieces of a row, 16 bytes of out each; the threads of a row lie side by side, and each weighs
+// its states. States are taken a few at a time (two where there are two), all of them read before the
+// first is used: the time is that of reading and writing them. Plain loads: ld.cs took 11 % longer at 400 MB (H200, 2026-11-30,
 // tuning/cache-kernels.csv).
 //
 // Numerics: float32, weights relative to the largest lse so far, rescaled when a larger one comes.
@@ -22,6 +23,8 @@
 #include "params.cuh"
 #include "piece.cuh"
 #include "softmax.cuh"
+
+constexpr unsigned kStrip = 8;  // tokens; plan.merge.STRIP
 
 // One row of every state.
 template <class C>
@@ -165,10 +168,11 @@ __device__ __forceinline__ void merge(const MergeParams& p) {
   constexpr int kCount = 16 / sizeof(typename C::Out);
   const int row_of_block = static_cast<int>(threadIdx.x) / p.row_threads;
   const unsigned number = blockIdx.x * (C::threads / p.row_threads) + row_of_block;
-  if (number >= p.rows || row_of_block >= C::threads / p.row_threads) return;
+  const unsigned strip_rows = kStrip * p.heads;
+  const unsigned token = number / strip_rows * kStrip + number % kStrip;
+  if (token >= p.tokens || row_of_block >= C::threads / p.row_threads) return;
   const int first = static_cast<int>(threadIdx.x) % p.row_threads * kCount;
-  const unsigned heads = p.heads;
-  const StatesOfRow<C> row{p, number / heads, number % heads};
+  const StatesOfRow<C> row{p, token, number % strip_rows / kStrip};
   if (p.aligned) {
     merge_pieces<C, true>(row, first, p.row_threads * kCount);
   } else {

@@ -266,7 +266,7 @@ struct MergeParams {
   int heads;
   int head_dim;
   int aligned;      // 1: every row starts on 16 bytes and is a multiple; 0: one element at a time
-  int rows;         // tokens * heads
+  int tokens;
   int row_threads;  // threads a row
   float out_scale_number;
 };

@@ -80,7 +80,8 @@ def test_blocks_hold_every_row(tokens: int, heads: int, head_dim: int, out: str)
     piece = 16 // {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[out]
     assert s["row_threads"] * launch.config.parts * piece >= head_dim
     rows = launch.config.threads // s["row_threads"]
-    assert (launch.grid - 1) * rows < s["rows"] == tokens * heads <= launch.grid * rows
+    strips = -(-tokens // merge.STRIP) * merge.STRIP * heads
+    assert (launch.grid - 1) * rows < strips <= launch.grid * rows
     assert launch.config in set(configs("merge", "sm_90a"))
 
 

@@ -64,6 +64,7 @@ def merge_case(seed: int, dtype: str, out_dtype: str, states: int) -> KernelCase
             **{"stride_lse_token": heads, "stride_lse_head": 1},
             "first_tokens": first_tokens,
             "states": states,
+            "tokens": tokens,
             "heads": heads,
             "head_dim": head_dim,
             "aligned": int(aligned),
