@@ -82,7 +82,7 @@ def launches(p: MergeProblem, device: Device) -> tuple[Launch, ...]:
             kernel="merge",
             config=config,
             grid=-(-_rows(p) // (config.threads // row_threads)),
-            scalars=(("row_threads", row_threads),),
+            scalars=(("row_magic", -(-(1 << 16) // row_threads)),),
         ),
     )
 
