@@ -8,11 +8,12 @@
 // and its out is not used: it may be NaN. Where one state alone has keys, its bits are the result;
 // where none has, out is 0 and lse -inf.
 //
-// Grid: blocks of rows, a row being a (token, head) pair. A thread merges C::parts pieces of a row, 16
-// bytes of out each; the threads of a row lie side by side, and each weighs its states. States are taken
-// a few at a time (two where there are two), all of them read before the first is used: the time is
-// that of reading and writing them. Plain loads: ld.cs took 11 % longer at 400 MB (H200, 2026-11-30,
-// tuning/cache-kernels.csv).
+// Grid: blocks of rows, a row being a (token, head) pair. Rows go kStrip tokens at a time, head after
+// head: lse of one head lie side by side, and neighbouring threads read them whole. A thread merges
+// C::parts pieces of a row, 16 bytes of out each; the threads of a row lie side by side, and each
+// weighs its states. States are taken a few at a time (two where there are two), all of them read
+// before the first is used: the time is that of reading and writing them. Plain loads: ld.cs took 11 %
+// longer at 400 MB (H200, 2026-11-30, tuning/cache-kernels.csv).
 //
 // Numerics: float32, weights relative to the largest lse so far, rescaled when a larger one comes.
 // No approximate instruction.
@@ -22,6 +23,8 @@
 #include "params.cuh"
 #include "piece.cuh"
 #include "softmax.cuh"
+
+constexpr unsigned kStrip = 8;  // tokens; plan.merge.STRIP
 
 // One row of every state.
 template <class C>
@@ -163,15 +166,19 @@ __device__ __forceinline__ void merge_pieces(const StatesOfRow<C>& row, int firs
 template <class C>
 __device__ __forceinline__ void merge(const MergeParams& p) {
   constexpr int kCount = 16 / sizeof(typename C::Out);
-  const int row_of_block = static_cast<int>(threadIdx.x) / p.row_threads;
-  const unsigned number = blockIdx.x * (C::threads / p.row_threads) + row_of_block;
-  if (number >= p.rows || row_of_block >= C::threads / p.row_threads) return;
-  const int first = static_cast<int>(threadIdx.x) % p.row_threads * kCount;
-  const unsigned heads = p.heads;
-  const StatesOfRow<C> row{p, number / heads, number % heads};
+  const int thread = static_cast<int>(threadIdx.x);
+  const int row_threads = max(1, ceil_div(p.head_dim, C::parts * kCount));
+  const int rows_of_block = C::threads * p.row_magic >> 16;
+  const int row_of_block = thread * p.row_magic >> 16;
+  const unsigned number = blockIdx.x * rows_of_block + row_of_block;
+  const unsigned strip_rows = kStrip * p.heads;
+  const unsigned token = number / strip_rows * kStrip + number % kStrip;
+  if (token >= p.tokens || row_of_block >= rows_of_block) return;
+  const int first = (thread - row_of_block * row_threads) * kCount;
+  const StatesOfRow<C> row{p, token, number % strip_rows / kStrip};
   if (p.aligned) {
-    merge_pieces<C, true>(row, first, p.row_threads * kCount);
+    merge_pieces<C, true>(row, first, row_threads * kCount);
   } else {
-    merge_pieces<C, false>(row, first, p.row_threads * kCount);
+    merge_pieces<C, false>(row, first, row_threads * kCount);
   }
 }

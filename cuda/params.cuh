@@ -177,9 +177,9 @@ struct MergeParams {
   int states;  // from 1
   int heads;
   int head_dim;
-  int aligned;      // 1: every row starts on 16 bytes and is a multiple; 0: one element at a time
-  int rows;         // tokens * heads
-  int row_threads;  // threads a row
+  int aligned;  // 1: every row starts on 16 bytes and is a multiple; 0: one element at a time
+  int tokens;
+  int row_magic;  // n / (threads a row) is n * row_magic >> 16, for n <= threads a block
   float out_scale_number;
 };
 

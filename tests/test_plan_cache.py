@@ -78,9 +78,11 @@ def test_blocks_hold_every_row(tokens: int, heads: int, head_dim: int, out: str)
     (launch,) = merge.launches(p, H200)
     s = dict(launch.scalars)
     piece = 16 // {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[out]
-    assert s["row_threads"] * launch.config.parts * piece >= head_dim
-    rows = launch.config.threads // s["row_threads"]
-    assert (launch.grid - 1) * rows < s["rows"] == tokens * heads <= launch.grid * rows
+    row_threads = max(1, -(-head_dim // (launch.config.parts * piece)))
+    rows, threads = launch.config.threads // row_threads, range(launch.config.threads + 1)
+    assert [n * s["row_magic"] >> 16 for n in threads] == [n // row_threads for n in threads]
+    strips = -(-tokens // merge.STRIP) * merge.STRIP * heads
+    assert (launch.grid - 1) * rows < strips <= launch.grid * rows
     assert launch.config in set(configs("merge", "sm_90a"))
 
 

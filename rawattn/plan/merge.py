@@ -21,6 +21,7 @@ OUTS = {
     "float32": ("float32", "float16", "bfloat16", "float8_e4m3fn"),
 }
 MAX_HEAD_DIM = 1024  # a block holds a row
+STRIP = 8  # tokens whose rows of one head follow one another: kStrip of merge.cu
 
 
 def configs(arch: str) -> Iterator[Merge]:
@@ -46,9 +47,14 @@ def refuses(p: MergeProblem, device: Device) -> str | None:
         return f"{p.states} states: takes one and more"
     if p.head_dim > MAX_HEAD_DIM:
         return f"head_dim={p.head_dim}: takes up to {MAX_HEAD_DIM}"
-    if p.tokens * p.heads > MAX_GRID:
-        return f"{p.tokens} x {p.heads} rows: takes up to {MAX_GRID}"
+    if _rows(p) > MAX_GRID:
+        return f"{p.tokens} x {p.heads} rows: takes up to {MAX_GRID}, tokens in whole {STRIP}s"
     return None
+
+
+def _rows(p: MergeProblem) -> int:
+    """Rows of whole strips."""
+    return -(-p.tokens // STRIP) * STRIP * p.heads
 
 
 def _row_threads(p: MergeProblem) -> int:
@@ -70,13 +76,13 @@ def launches(p: MergeProblem, device: Device) -> tuple[Launch, ...]:
         pair=p.states == 2,
         parts=_parts(p.out_dtype),
     )
-    rows, row_threads = p.tokens * p.heads, _row_threads(p)
+    row_threads = _row_threads(p)
     return (
         Launch(
             kernel="merge",
             config=config,
-            grid=-(-rows // (config.threads // row_threads)),
-            scalars=(("rows", rows), ("row_threads", row_threads)),
+            grid=-(-_rows(p) // (config.threads // row_threads)),
+            scalars=(("row_magic", -(-(1 << 16) // row_threads)),),
         ),
     )
 

@@ -43,6 +43,7 @@ TABLES = {
         ("+inf is a number", MERGE, r"x == -kEmptyMax \? kEmptyMax : x;", "x;"),
         ("sums from +0", MERGE, r"return -0.f; \}", "return 0.f; }"),
         ("NaN of a state without keys", MERGE, r"    if \(lse == kEmptyMax\) return;\n", ""),
+        ("rows of no token", MERGE, r"token >= p.tokens \|\| ", ""),
         ("a prefix that is not there", MERGE, r"state == 0 \? token < p.first_tokens : ", ""),
     ],
     many: [("not rescaled", MERGE, r"all.raise_top\(top\);", "all.top = top;")],

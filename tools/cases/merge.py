@@ -64,7 +64,7 @@ def merge_case(seed: int, dtype: str, out_dtype: str, states: int) -> KernelCase
             **{"stride_lse_token": heads, "stride_lse_head": 1},
             "first_tokens": first_tokens,
             "states": states,
-            "heads": heads,
+            **{"tokens": tokens, "heads": heads},
             "head_dim": head_dim,
             "aligned": int(aligned),
             "out_scale_number": 1.0,
