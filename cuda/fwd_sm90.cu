@@ -13,10 +13,10 @@
 //   softmax of n runs beside the latter, on the other units; then p(n) is packed to be its A
 //   operand. Query tiles are joined: beside the last p v of one runs the first q k^T of the next.
 // `pingpong`: consumers take turns at issuing products, so that one's softmax meets another's.
-// `overlap`: in one basic block ptxas hoists the wait for p v above the exponentials, which then
-//   overlap nothing. The wait for the next key tile, a branch, holds it down.
+// `overlap`: the wait for the next key tile, a branch, keeps exponentials beside p v.
 // q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
 //   1, where there is no room: straight from registers.
+// `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
 // Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
 //   overwriting, V is read as zeros (0 x NaN is NaN).
 #include "fwd_sm90_schedule.cuh"
@@ -45,22 +45,22 @@ enum NamedBarrier {
 // ---- The warps that serve ----
 
 // Tells all others what query tile comes next; at the end, that there is none. It looks one tile
-// ahead of the copies, which are a few key tiles ahead of the consumers.
+// ahead of the copies, which are a few key tiles ahead of the consumers; and no further, for blocks
+// that hold tiles which they have not begun do not end together.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);
   Ring<kTileSlots> ring;
-  bool more = true;
-  while (more) {
+  while (true) {
     const FwdSm90Tile t = walk.tile();
-    more = t.first < t.last;
     if (threadIdx.x % 32 == 0) {
-      wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
       smem.tile[ring.slot] = t;
       arrive(smem.tile_ring.full[ring.slot]);
     }
     ring.advance();
-    if (more) walk.draw();
+    if (t.first >= t.last) break;
+    if (threadIdx.x % 32 == 0) wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+    walk.draw();
   }
   walk.end();
 }
@@ -195,7 +195,8 @@ struct FwdSm90Consumer {
     }
     while (next.first < next.last) {
       next = take();
-      if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
+      if (C::overlap != kNoOverlap && t.last - t.first > 1)
+        wait(smem.k_ring.full[k.slot], k.parity);
       steps();
       if (next.first < next.last) {
         join(next);
@@ -256,11 +257,17 @@ struct FwdSm90Consumer {
     release(smem.v_ring.empty[v.slot]);
     v.advance();
   }
-  // After the last product with q; where out takes its buffer, that says when it has left.
+  // After the last product that reads q from its buffer; where out takes that, that says when it
+  // has left.
   __device__ __forceinline__ void release_q(int n) {
-    if (C::q_buffers == 1 && n == t.first && Warpgroup::leader()) {
+    const int last_reader = C::q_registers ? t.last - 1 : t.first;
+    if (C::q_buffers == 1 && n == last_reader && Warpgroup::leader()) {
       arrive(smem.q_ring[index].empty[q.slot]);
     }
+  }
+  __device__ __forceinline__ void take_query() {
+    wait(smem.q_ring[index].full[q.slot], q.parity);
+    group.take_query(smem.q[q.slot][index]);
   }
 
   __device__ __forceinline__ void start_scores(typename Warpgroup::Scores& s) const {
@@ -275,13 +282,14 @@ struct FwdSm90Consumer {
   }
   __device__ __forceinline__ void score_first(typename Warpgroup::Scores& s) {
     score(s, t.last - 1, t.last - 1 < full_first || t.last - 1 >= full_last);
+    group.score_rest(s);
   }
 
   // The first key tile of a query tile that none precedes.
   __device__ __forceinline__ void open() {
     typename Warpgroup::Scores s;
     const int n = t.last - 1;
-    wait(smem.q_ring[index].full[q.slot], q.parity);
+    take_query();
     wait(smem.k_ring.full[k.slot], k.parity);
     start_scores(s);
     group.template finish_scores<0>(s);
@@ -307,7 +315,7 @@ struct FwdSm90Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void step(int n) {
     typename Warpgroup::Scores s;
-    if (!C::overlap) wait(smem.k_ring.full[k.slot], k.parity);
+    if (C::overlap == kNoOverlap) wait(smem.k_ring.full[k.slot], k.parity);
     take_turn();
     start_scores(s);
     start_out();
@@ -316,9 +324,10 @@ struct FwdSm90Consumer {
     release_k();
     release_q(n);
     score(s, n, kMasked);
-    if (C::overlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
+    if (C::overlap != kNoOverlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
     group.template finish_out<0>();
     release_v();
+    group.score_rest(s);
     group.rescale();
     group.pack(s);
   }
@@ -331,7 +340,7 @@ struct FwdSm90Consumer {
     take_turn();
     start_out();
     q.advance();
-    wait(smem.q_ring[index].full[q.slot], q.parity);
+    take_query();
     wait(smem.k_ring.full[k.slot], k.parity);
     start_scores(s);
     pass_turn();

@@ -39,6 +39,18 @@ __device__ __forceinline__ FwdSm90Tile fwd_sm90_tile(const FwdParams& p, const Q
           v_first};
 }
 
+// The tiles of sequences that have m_blocks query blocks each: longest_first(), but for a wide last
+// sweep. It ends with the short tiles of many heads, which even out what long ones left uneven;
+// sweeps as wide from the start would not find their keys in L2.
+__device__ __forceinline__ QueryTile even_end(unsigned index, const FwdSm90Params& p) {
+  const unsigned pairs = p.batch * p.q_heads;
+  const unsigned first_of_last = p.last_sweep * p.m_blocks;
+  if (index < first_of_last) return longest_first(index, p);
+  const unsigned left = pairs - p.last_sweep;
+  const Sweep at(index - first_of_last, p.m_blocks, left, left);
+  return query_tile(at.m_block, p.last_sweep + at.pair, p);
+}
+
 // The tiles of a block, for one warp, whose lanes call together. Where queries are packed, the
 // tiles of each sequence follow those of the one before: what lies behind its end is no tile.
 template <int kRows, int kBlockN>
@@ -57,7 +69,7 @@ class TileWalk {
       if (!find(index, at)) return {};
     } else {
       if (index >= p.m_blocks * p.batch * p.q_heads) return {};
-      at = longest_first(index, p);
+      at = even_end(index, p);
     }
     return fwd_sm90_tile(p, at, kRows, kBlockN);
   }

@@ -38,6 +38,14 @@ struct WgmmaElement<fp16> {
   static constexpr ptx::WgmmaType kType = ptx::WgmmaType::f16;
 };
 
+// Config::overlap: which exponentials of a key tile stand before the wait for P V of the last one.
+// In one basic block ptxas hoists that wait above all of them, which then overlap nothing.
+enum Overlap {
+  kNoOverlap = 0,
+  kAllRows = 1,
+  kFirstRow = 2  // of a thread's two; those of the second run beside the rescaling of out
+};
+
 // Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
 // laid out as mma.m16n8k16 has them.
 template <int kTiles>
@@ -55,7 +63,8 @@ struct FwdSm90Warpgroup {
   static constexpr ptx::WgmmaType kType = WgmmaElement<Element>::kType;
 
   const FwdSm90Params& p;
-  float out[1][C::value_dim / 8][4];     // 64 x value_dim
+  unsigned query[C::q_registers ? C::head_dim / 16 : 1][4];  // as A operand, or not there
+  float out[1][C::value_dim / 8][4];                         // 64 x value_dim
   unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
   float alpha[1][2];                     // what `out` is to be multiplied by
   OnlineSoftmax<1> softmax;
@@ -74,16 +83,32 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 2; ++i) flat(out)[i] = 0.f;
   }
 
+  // Reads q, where registers hold it: its place is free once all warps have done so.
+  __device__ __forceinline__ void take_query(const Q& q) {
+    if constexpr (C::q_registers) {
+#pragma unroll
+      for (int i = 0; i < C::head_dim / 16; ++i) {
+        ptx::ldmatrix_x4(query[i],
+                         q.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8));
+      }
+    }
+  }
+
   // Starts s = q k^T.
   __device__ __forceinline__ void start_scores(Scores& s, const Q& q, const K& k) const {
+    using Product = ptx::Wgmma<C::block_n, kType>;
     const unsigned long long a = q.k_major();
     const unsigned long long b = k.k_major();
     ptx::wgmma_pin(flat(s));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::head_dim / 16; ++i) {
-      ptx::Wgmma<C::block_n, kType>::template ss<0, 0>(flat(s), a + Q::k_major_offset(i),
-                                                       b + K::k_major_offset(i), i != 0);
+      if constexpr (C::q_registers) {
+        Product::template rs<0>(flat(s), query[i], b + K::k_major_offset(i), i != 0);
+      } else {
+        Product::template ss<0, 0>(flat(s), a + Q::k_major_offset(i), b + K::k_major_offset(i),
+                                   i != 0);
+      }
     }
     ptx::wgmma_commit_group();
   }
@@ -114,7 +139,8 @@ struct FwdSm90Warpgroup {
   }
 
   // Products of rows from `row` on with the keys from `first_key` on become probabilities, and
-  // enter max and sum; `out` waits for rescale().
+  // enter max and sum; `out` waits for rescale(). With kFirstRow, of a thread's two rows only the
+  // first: score_rest() does the second.
   __device__ __forceinline__ void score(Scores& s, const FwdSm90Tile& t, int row, int first_key,
                                         bool masked, float slope_log2) {
     if constexpr (C::scores) {
@@ -124,9 +150,17 @@ struct FwdSm90Warpgroup {
       mask_scores<false>(s, KeyInterval(p, {t.q_len, t.k_len}), row + warp_row(), first_key,
                          lane());
     }
-    const float scale_log2 = C::scores ? 1.f : p.scale_log2;
-    softmax.update_all_but_out(alpha, s, scale_log2);
+    if constexpr (C::overlap == kFirstRow) {
+      softmax.raise_maxima(alpha, s, scale_log2());
+      softmax.accumulate(alpha, s, 0, 0, scale_log2());
+    } else {
+      softmax.update_all_but_out(alpha, s, scale_log2());
+    }
   }
+  __device__ __forceinline__ void score_rest(Scores& s) {
+    if constexpr (C::overlap == kFirstRow) softmax.accumulate(alpha, s, 0, 1, scale_log2());
+  }
+  __device__ __forceinline__ float scale_log2() const { return C::scores ? 1.f : p.scale_log2; }
 
   __device__ __forceinline__ void rescale() { softmax.rescale(out, alpha); }
 

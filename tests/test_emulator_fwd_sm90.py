@@ -12,7 +12,7 @@ import pytest
 
 from rawattn.device import Device
 from rawattn.plan import Plan, fwd_sm90
-from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC, TILES
+from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, SELF_SHORT, STATIC, TILES
 from rawattn.problem import Problem
 from rawattn.registry import FwdSm90, FwdSm90Self
 from rawattn.testing import Case, Op, law_matches_reference
@@ -25,8 +25,8 @@ SMALL_H200 = replace(Device.named("H200"), sms=2)
 
 
 def name(tile: Tile) -> str:
-    kind = "self" if tile is SELF else f"{tile.block_m}x{tile.block_n}"
-    return f"{tile.head_dim}-{tile.value_dim}-{kind}"
+    kind = "-self" if isinstance(tile, FwdSm90Self) else ""
+    return f"{tile.head_dim}-{tile.value_dim}-{tile.block_m}x{tile.block_n}{kind}"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def op_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op]:
     return make
 
 
-@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+@pytest.mark.parametrize("tile", (*TILES, SELF, SELF_SHORT), ids=name)
 def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
     """Query tiles in a row, some of which see no key; padded heads; a tail of keys."""
     case = Case(
@@ -63,7 +63,7 @@ def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
     law_matches_reference(op_of(tile), case)
 
 
-@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+@pytest.mark.parametrize("tile", (*TILES, SELF, SELF_SHORT), ids=name)
 def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
     """Sequences with NaN around them, empty ones among them, and all that scores may need."""
     case = Case(
