@@ -50,8 +50,8 @@ D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=ALL_ROWS)
 D96 = _prototype(96, 96, 128, overlap=FIRST_ROW)
 # Causal 16k 598, 128 x 128 547; 4k 550 and 561; more keys spill.
 D96_LONG = _prototype(96, 96, 112, consumers=3)
-# Q in registers: full 2k 663 instead of 649, causal 16k 656 instead of 647. 160 keys, which leave it
-# no room, were best from 2k without: 639.
+# Q in registers: full 2k 663 instead of 649, causal 16k 656 instead of 647. 160 keys, which leave
+# it no room, were best from 2k without: 639.
 D128 = _prototype(128, 128, 128, q_registers=True)
 # Full 16k: unpinned 716, first row 731, and without turns 759.
 D192_128 = _prototype(192, 128, 128, q_buffers=1, overlap=FIRST_ROW)
@@ -97,6 +97,8 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     full, long = _full(p), max(p.max_q, p.max_k)
     if tile is D64 and not full and long <= 4096:
         return SELF if long > 1024 else SELF_SHORT
+    if tile is D64 and (long < 512 or (long <= 1024 and _pads(p, tile))):
+        return SELF
     if tile is D96 and long >= (4096 if full else 8192):
         return D96_LONG
     if tile is D192_128 and long >= 8192:
@@ -110,6 +112,8 @@ def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
     """(Batch, head) pairs that a sweep over the query tiles covers: many balance long and short
     tiles under a causal mask, few keep keys and values in L2.
     """
+    if _full(p) and isinstance(config, FwdSm90Self):
+        return 16
     if _full(p):
         return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
     return 8 if config.head_dim == 256 and p.max_k <= 512 else 32
@@ -166,6 +170,11 @@ def refuses(p: Problem, device: Device) -> str | None:
     if tiles > MAX_TILES:
         return f"{tiles} query tiles: takes up to {MAX_TILES}"
     return None
+
+
+def _pads(p: Problem, tile: FwdSm90) -> bool:
+    """Whether query tiles have more than an eighth too many rows."""
+    return _m_blocks(p, tile) * tile.block_m > p.max_q * 9 // 8
 
 
 def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
