@@ -134,7 +134,7 @@ causal 16384  96: 128 x 128, dynamic, groups of 21
 causal   512 128: 128 x 128, dynamic, groups of 32
 causal  4096 128: 128 x 128, dynamic, groups of 32
 causal 16384 128: 128 x 128, dynamic, groups of 16
-causal   512 256: 128 x 80, dynamic, groups of 32
+causal   512 256: 128 x 80, dynamic, groups of 64
 causal  4096 256: 128 x 80, dynamic, groups of 32
 causal 16384 256: 128 x 80, dynamic, groups of 8
 """

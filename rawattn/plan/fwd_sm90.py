@@ -100,7 +100,7 @@ def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
         return 16
     if _full(p):
         return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
-    return 32
+    return 64 if config.head_dim == 256 and p.max_k <= 512 else 32
 
 
 def config_of(tile: FwdSm90 | FwdSm90Self, element: str, scores: bool) -> FwdSm90 | FwdSm90Self:
