@@ -21,7 +21,9 @@
 //   overwriting, V is read as zeros (0 x NaN is NaN).
 #include "fwd_sm90_schedule.cuh"
 
-constexpr int kTileSlots = 2;  // query tiles that are told and not yet taken note of by all
+// Query tiles that are told and not yet taken note of by all. With more, and drawn earlier, blocks
+// claim tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
+constexpr int kTileSlots = 1;
 
 template <class C>
 struct FwdSm90Smem {
@@ -44,23 +46,25 @@ enum NamedBarrier {
 
 // ---- The warps that serve ----
 
-// Tells all others what query tile comes next; at the end, that there is none. It looks one tile
-// ahead of the copies, which are a few key tiles ahead of the consumers; and no further, for blocks
-// that hold tiles which they have not begun do not end together.
+// Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
+// all know of the one before, that is, when the copies are done with the one before that.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);
   Ring<kTileSlots> ring;
+  const bool speaker = threadIdx.x % 32 == 0;
+  FwdSm90Tile t = walk.tile();
   while (true) {
-    const FwdSm90Tile t = walk.tile();
-    if (threadIdx.x % 32 == 0) {
+    if (speaker) {
       smem.tile[ring.slot] = t;
       arrive(smem.tile_ring.full[ring.slot]);
     }
-    ring.advance();
     if (t.first >= t.last) break;
-    if (threadIdx.x % 32 == 0) wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+    ring.advance();
+    if (speaker) wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+    __syncwarp();
     walk.draw();
+    t = walk.tile();
   }
   walk.end();
 }
@@ -80,7 +84,9 @@ template <class C>
 __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;
-  for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+  FwdSm90Tile t = take_tile(smem, tiles);
+  while (t.first < t.last) {
+    const FwdSm90Tile next = take_tile(smem, tiles);  // at once: all wait for who has not
     for (int w = 0; w < C::consumers; ++w) {
       wait(smem.staged[w][q.slot], q.parity);
       const auto& out = smem.q[q.slot][w];
@@ -94,6 +100,7 @@ __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& sm
     ptx::bulk_wait_group_read<0>();
     for (int w = 0; w < C::consumers; ++w) arrive(smem.q_ring[w].empty[q.slot]);
     q.advance();
+    t = next;
   }
 }
 

@@ -167,7 +167,7 @@ struct FwdSm90Self {
 template <class C>
 __device__ __forceinline__ void fwd_sm90_self(const FwdSm90Params& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const QueryTile at = even_end(blockIdx.x, p);
+  const QueryTile at = longest_first(blockIdx.x, p);
   const FwdSm90Tile t = fwd_sm90_tile(p, at, 64, C::block_n);
   if (t.row >= t.q_len) return;
   FwdSm90Self<C>(p, *reinterpret_cast<FwdSm90SelfSmem<C>*>(smem_bytes), t).run();

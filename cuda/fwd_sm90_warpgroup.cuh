@@ -198,12 +198,10 @@ struct FwdSm90Warpgroup {
     }
   }
 
-  // Two neighbours of `out`, finished. Other rows may have met a NaN in v: times factor 0 it would
-  // be NaN here too.
+  // Two neighbours of `out`, finished.
   __device__ __forceinline__ unsigned packed_out(int ot, int half, const float (&factor)[2]) const {
     const float* pair = &out[0][ot][2 * half];
-    const unsigned packed = Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
-    return factor[half] == 0.f ? 0 : packed;
+    return Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
   }
 
   // Leaves `out` in the place of q, for a tensor copy.
@@ -212,16 +210,33 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 16; ++i) {
       unsigned r[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) r[j] = packed_out(2 * i + j / 2, j % 2, factor);
+      for (int j = 0; j < 4; ++j) {
+        const unsigned packed = packed_out(2 * i + j / 2, j % 2, factor);
+        r[j] = factor[j % 2] == 0.f ? 0 : packed;  // see clear_empty_rows
+      }
       ptx::stmatrix_x4(staging.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8), r);
     }
     ptx::fence_proxy_async();
   }
 
-  // Stores `out` from registers, clipped to q_len rows and value_dim columns.
+  // Rows without keys, whose factor is 0. Other rows may have met a NaN in v: times 0 it would be
+  // NaN in these too.
+  __device__ __forceinline__ void clear_empty_rows(const float (&factor)[2]) {
+    if (!__any_sync(0xffffffffu, factor[0] == 0.f || factor[1] == 0.f)) return;
+#pragma unroll
+    for (int i = 0; i < C::value_dim / 2; ++i) {
+      if (factor[i / 2 % 2] == 0.f) flat(out)[i] = 0.f;
+    }
+  }
+
+  // Stores `out` from registers, clipped to q_len rows and value_dim columns. Two lanes swap halves
+  // of 16 columns, so that a lane stores 4 neighbours and a quad 32 bytes of a row, which is what
+  // L2 takes as a whole.
   __device__ __forceinline__ void store_out(const float (&factor)[2], const FwdSm90Tile& t,
-                                            int row) const {
-    const int first_col = 8 * (lane() % 4);
+                                            int row) {
+    clear_empty_rows(factor);
+    const bool odd = lane() % 2 != 0;
+    const int first_col = 8 * (lane() % 2) + 4 * (lane() % 4 / 2);
     auto* base = static_cast<unsigned short*>(p.out) + t.batch * p.stride_out_batch +
                  t.q_head * p.stride_out_head + first_col;
 #pragma unroll
@@ -229,28 +244,14 @@ struct FwdSm90Warpgroup {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
       unsigned short* dst = base + (t.q_first + thread_row) * p.stride_out_row;
 #pragma unroll
-      for (int col = 0; col < C::value_dim; col += 32) {
-        unsigned r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = packed_out(col / 8 + i, half, factor);
-        quad_transpose(r);
+      for (int col = 0; col < C::value_dim; col += 16) {
+        const unsigned left = packed_out(col / 8, half, factor);
+        const unsigned right = packed_out(col / 8 + 1, half, factor);
+        const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? left : right, 1);
         if (thread_row < t.q_len && col + first_col < p.value_dim) {
-          *reinterpret_cast<uint4*>(dst + col) = make_uint4(r[0], r[1], r[2], r[3]);
+          *reinterpret_cast<uint2*>(dst + col) =
+              odd ? make_uint2(got, right) : make_uint2(left, got);
         }
-      }
-    }
-  }
-
-  // r[i] of lane l of a quad becomes r[l] of lane i: of 32 columns a lane then holds 8 neighbours.
-  static __device__ __forceinline__ void quad_transpose(unsigned (&r)[4]) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = lane() & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? r[i] : r[i + bit], bit);
-        (upper ? r[i] : r[i + bit]) = got;
       }
     }
   }

@@ -53,7 +53,7 @@ struct FwdParams {
 struct FwdSm90Params : FwdParams {
   int* tile_counter;       // [2] next query tile; blocks that have run dry. Zero before and after
   int schedule;            // TileOrder of schedule.cuh: how blocks share the query tiles
-  int last_sweep;          // pair from which on one sweep covers all that are left: see even_end()
+  int last_sweep;          // sequence from which on sweeps cover up to 32; batch: none does
   ptx::TensorMap q_map;    // box: columns of a chunk x 64 rows
   ptx::TensorMap k_map;    // box: columns of a chunk x block_n rows
   ptx::TensorMap v_map;    // the same; ragged (rawattn/plan/base.py) where keys have tables

@@ -28,17 +28,12 @@ struct Sweep {
   }
 };
 
-__device__ __forceinline__ QueryTile query_tile(unsigned m_block, unsigned pair,
-                                                const FwdParams& p) {
-  const unsigned batch = pair / static_cast<unsigned>(p.q_heads);
-  return {static_cast<int>(m_block), static_cast<int>(pair - batch * p.q_heads),
-          static_cast<int>(batch)};
-}
-
 // The tiles of sequences that have m_blocks query blocks each.
 __device__ __forceinline__ QueryTile longest_first(unsigned index, const FwdParams& p) {
   const Sweep at(index, p.m_blocks, p.batch * p.q_heads, p.head_group);
-  return query_tile(at.m_block, at.pair, p);
+  const unsigned batch = at.pair / static_cast<unsigned>(p.q_heads);
+  return {static_cast<int>(at.m_block), static_cast<int>(at.pair - batch * p.q_heads),
+          static_cast<int>(batch)};
 }
 
 // How persistent blocks share the tiles of a launch (Params::schedule).

@@ -124,8 +124,8 @@ class FwdSm90:
         """sizeof(FwdSm90Smem<Config>): tiles, barriers, and descriptions of query tiles."""
         q = self.q_buffers * self.block_m * max(self.head_dim, self.value_dim)
         kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2 * 2
-        return -(-(2 * (q + kv) + 8 * barriers + 2 * 44) // 1024) * 1024
+        barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2
+        return -(-(2 * (q + kv) + 8 * barriers + 44) // 1024) * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

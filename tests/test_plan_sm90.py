@@ -85,37 +85,51 @@ def test_blocks_share_all_query_tiles(
 WALK = """
 #include "fwd_sm90_schedule.cuh"
 extern "C" __global__ void walk(const __grid_constant__ FwdSm90Params p) {
-  const QueryTile tile = even_end(blockIdx.x, p);
-  float* row = p.lse + 2 * blockIdx.x;
-  row[0] = tile.m_block;
-  row[1] = tile.batch * p.q_heads + tile.q_head;
+  TileWalk<64, 64> walk(p);
+  float* row = p.lse;
+  for (FwdSm90Tile t = walk.tile(); t.first < t.last; t = walk.tile()) {
+    if (threadIdx.x == 0) {
+      row[0] = t.row / 64;
+      row[1] = t.batch;
+      row[2] = t.q_head;
+    }
+    row += 3;
+    walk.draw();
+  }
 }
 """
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("head_group", "last_sweep"), [(2, 0), (2, 4), (3, 3), (2, 10), (4, 8)])
-def test_the_last_sweep_covers_all_pairs_that_are_left(head_group: int, last_sweep: int) -> None:
-    """Every tile once; sweeps of a group each, from the last query block down, and then one."""
-    m_blocks, batch, q_heads = 3, 2, 5
-    pairs = batch * q_heads
-    grid = m_blocks * pairs
-    tiles = np.empty((grid, 2), np.float32)
+@pytest.mark.parametrize(("head_group", "last_sweep"), [(2, 4), (4, 0), (4, 2), (1, 5), (6, 3)])
+def test_the_last_sweep_covers_all_sequences_that_are_left(
+    head_group: int, last_sweep: int
+) -> None:
+    """Every tile once; sweeps of a head group each, the last query blocks first, and then one."""
+    m_blocks, batch, q_heads = 3, 5, 2
+    tiles = np.empty((m_blocks * batch * q_heads, 3), np.float32)
     params = registry.params_struct("FwdSm90Params")(
         lse=ctypes.c_void_p(tiles.ctypes.data),
-        m_blocks=m_blocks,
         batch=batch,
         q_heads=q_heads,
+        group=1,
+        q_len=64 * m_blocks,
+        k_len=64,
+        window_left=-1,
+        window_right=-1,
         head_group=head_group,
         last_sweep=last_sweep,
     )
-    emulator.run(WALK, "walk", bytes(params), grid, 1, 0, [tiles], seed=0)
-    firsts = [*range(0, last_sweep, head_group), last_sweep, pairs]
+    emulator.run(WALK, "walk", bytes(params), 1, 32, 0, [tiles], seed=0)
+    sequences, heads = max(1, head_group // q_heads), min(head_group, q_heads)
+    firsts = [*range(0, last_sweep, sequences), *{last_sweep, batch}]
     want = [
-        [m_block, pair]
-        for first, end in itertools.pairwise(firsts)
+        [m_block, sequence, head]
+        for first, end in itertools.pairwise(sorted(firsts))
+        for first_head in range(0, q_heads, heads)
         for m_block in reversed(range(m_blocks))
-        for pair in range(first, end)
+        for sequence in range(first, end)
+        for head in range(first_head, first_head + heads)
     ]
     assert tiles.tolist() == want
 
@@ -170,13 +184,13 @@ full   16384 256: 128 x 80, dynamic, groups of 1
 causal   512  64: 64 x 64 self, dynamic, groups of 32
 causal  4096  64: 64 x 128 self, dynamic, groups of 32
 causal 16384  64: 192 x 128, dynamic, groups of 32
-causal   512  96: 128 x 128, dynamic, groups of 32, last of 256
+causal   512  96: 128 x 128, dynamic, groups of 32, last of 252
 causal  4096  96: 128 x 128, dynamic, groups of 32
 causal 16384  96: 192 x 112, dynamic, groups of 21
 causal   512 128: 128 x 128, dynamic, groups of 32, last of 192
 causal  4096 128: 128 x 128, dynamic, groups of 32
 causal 16384 128: 128 x 128, dynamic, groups of 16
-causal   512 256: 128 x 80, dynamic, groups of 8, last of 96
+causal   512 256: 128 x 80, dynamic, groups of 64, last of 128
 causal  4096 256: 128 x 80, dynamic, groups of 32
 causal 16384 256: 128 x 80, dynamic, groups of 8
 """
@@ -200,8 +214,8 @@ def test_golden_plans(golden: str) -> None:
     c, scalars = launch.config, dict(launch.scalars)
     order = {STATIC: "static", DYNAMIC: "dynamic"}[scalars["schedule"]]
     shape = f"{c.block_m} x {c.block_n}" + (" self" if isinstance(c, type(SELF)) else "")
-    group, left = scalars["head_group"], problem.batch * problem.q_heads - scalars["last_sweep"]
-    last = f", last of {left}" if left else ""
+    group, left = scalars["head_group"], problem.batch - scalars["last_sweep"]
+    last = f", last of {left * problem.q_heads}" if left else ""
     assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}{last}"
 
 

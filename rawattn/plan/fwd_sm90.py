@@ -73,7 +73,7 @@ SELF = FwdSm90Self(
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
 # block: 512 286 instead of 258, 2k 424 instead of 427.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
-# Keys and values of the pairs of a wide last sweep: about what L2 holds. 512 359 instead of 351, 2k
+# Keys and values of a wide last sweep: about what L2 holds. 512 359 instead of 351, 2k
 # 581 instead of 563; as wide at 4k 580 instead of 590.
 WIDE_BYTES = 48 << 20
 # Keys a tile, at most, where score steps, which take registers, are compiled in; by consumers.
@@ -116,16 +116,18 @@ def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
         return 16
     if _full(p):
         return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
-    return 8 if config.head_dim == 256 and p.max_k <= 512 else 32
+    return 64 if config.head_dim == 256 and p.max_k <= 512 else 32
 
 
-def _last_sweep(p: Problem, config: FwdSm90 | FwdSm90Self, head_group: int) -> int:
-    """The pair from which on one sweep covers all that are left; none is wide: their number."""
-    pairs = p.batch * p.q_heads
-    if _full(p) or isinstance(config, FwdSm90Self):
-        return pairs
-    wide = WIDE_BYTES // (2 * p.max_k * (p.head_dim + p.value_dim))
-    return max(0, pairs - wide) // head_group * head_group if wide > head_group else pairs
+def _last_sweep(p: Problem, head_group: int) -> int:
+    """The sequence from which on sweeps cover up to 32: those left when L2 holds their keys and
+    values, where that is more than a head group has; their number, where tiles are equal.
+    """
+    narrow = max(1, min(32, head_group // p.q_heads))
+    wide = WIDE_BYTES // (2 * p.max_k * (p.head_dim + p.value_dim) * p.kv_heads)
+    if _full(p) or wide <= narrow:
+        return p.batch
+    return max(0, p.batch - wide) // narrow * narrow
 
 
 def config_of(tile: FwdSm90 | FwdSm90Self, element: str, scores: bool) -> FwdSm90 | FwdSm90Self:
@@ -205,7 +207,7 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
         scalars=(
             ("m_blocks", m_blocks),
             ("head_group", head_group),
-            ("last_sweep", _last_sweep(p, config, head_group)),
+            ("last_sweep", _last_sweep(p, head_group) if persistent else p.batch),
             ("schedule", STATIC if equal else DYNAMIC),
         ),
         maps=_maps(p, config),
