@@ -41,7 +41,8 @@ def _prototype(
     )
 
 
-# Measured on an H200 (docs/kernels/fwd_sm90.md); the last of a pair is for long sequences.
+# Measured on an H200 (docs/kernels/fwd_sm90.md); the last of a pair is for long sequences, and at
+# 256 for all but short ones without a mask.
 D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
 D96 = _prototype(96, 96, 128)
 D96_LONG = _prototype(96, 96, 96, consumers=3)
@@ -87,7 +88,7 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
         return D96_LONG
     if tile is D128 and full and long >= 2048:
         return D128_LONG
-    if tile is D256 and long >= 2048:
+    if tile is D256 and (not full or long >= 2048):
         return D256_LONG
     return tile
 
