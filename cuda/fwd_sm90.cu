@@ -41,7 +41,8 @@ struct FwdSm90Smem {
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1  // consumer 0 may issue products; the others follow
+  kTurn = 1,  // consumer 0 may issue products; the others follow
+  kGroup = 5  // all warps of consumer 0 are there; the others follow
 };
 
 // ---- The warps that serve ----
@@ -184,10 +185,11 @@ struct FwdSm90Consumer {
   Ring<C::stages> k, v;
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;  // the next to be taken
-  // The tile at work. Key tiles in [full_first, full_last) are visible to all rows of the
-  // warpgroup.
+  // The tile at work, without the `unseen` last key tiles that the warpgroup passes over. Key tiles
+  // in [full_first, full_last) are visible to all rows of the warpgroup.
   FwdSm90Tile t;
   int full_first, full_last;
+  int unseen = 0;
   float slope_log2;
 
   __device__ __forceinline__ FwdSm90Consumer(const FwdSm90Params& params, Smem& shared, int wg)
@@ -197,11 +199,13 @@ struct FwdSm90Consumer {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
     FwdSm90Tile next = take();
     if (next.first < next.last) {
+      pass_keys(next);
       start(next);
       open();
     }
     while (next.first < next.last) {
       next = take();
+      pass_values();
       if (C::overlap != kNoOverlap && t.last - t.first > 1)
         wait(smem.k_ring.full[k.slot], k.parity);
       steps();
@@ -236,6 +240,7 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void start(const FwdSm90Tile& next) {
     t = next;
+    t.last -= unseen;
     const TileRange visible(KeyInterval(p, {t.q_len, t.k_len}), row(), row() + 63, C::block_n);
     full_first = visible.full_first;
     full_last = visible.full_last;
@@ -249,6 +254,37 @@ struct FwdSm90Consumer {
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (C::pingpong) {
       ptx::bar_arrive(kTurn + (index + 1 == C::consumers ? 0 : index + 1), 256);
+    }
+  }
+
+  // Under a causal mask the first warpgroup may see nothing of the last key tile, unless that is as
+  // wide as the query tile. It passes over its K in front of the first product of `next` and over
+  // its V in front of the second, and releases the slots when all its warps have seen them full:
+  // one that falls behind by two rounds of a ring waits for ever. So does who keeps the turn until
+  // a slot is full that others have to empty first, hence one slot is left.
+  static constexpr bool kPasses = C::block_n % C::block_m != 0;
+  __device__ __forceinline__ void pass_keys(const FwdSm90Tile& next) {
+    if constexpr (kPasses) {
+      const KeyInterval keys(p, {next.q_len, next.k_len});
+      const int first_row = next.row + 64 * index;
+      const int seen = TileRange(keys, first_row, first_row + 63, C::block_n).last;
+      unseen = min(next.last - max(next.first + 1, min(next.last, seen)), C::stages - 1);
+      for (int i = 0; i < unseen; ++i) {
+        wait(smem.k_ring.full[k.slot], k.parity);
+        ptx::bar_sync(kGroup + index, 128);
+        release_k();
+      }
+    }
+  }
+  __device__ __forceinline__ void pass_values() {
+    if constexpr (kPasses) {
+      for (int i = 0; i < unseen; ++i) {
+        wait(smem.v_ring.full[v.slot], v.parity);
+        ptx::bar_sync(kGroup + index, 128);
+        release_v();
+        take_turn();
+        pass_turn();
+      }
     }
   }
 
@@ -347,6 +383,7 @@ struct FwdSm90Consumer {
     take_turn();
     start_out();
     q.advance();
+    pass_keys(next);
     take_query();
     wait(smem.k_ring.full[k.slot], k.parity);
     start_scores(s);

@@ -45,7 +45,8 @@ def _prototype(
 
 
 # Measured on an H200, TFLOP/s in one run (docs/kernels/fwd_sm90.md); the last of a pair is for long
-# sequences. First row alone: 16k full 531 instead of 542.
+# sequences, and at 256 for all but short ones without a mask. First row alone, 64: 16k full 531
+# instead of 542.
 D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=ALL_ROWS)
 D96 = _prototype(96, 96, 128, overlap=FIRST_ROW)
 # Causal 16k 598, 128 x 128 547; 4k 550 and 561; more keys spill.
@@ -103,7 +104,7 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
         return D96_LONG
     if tile is D192_128 and long >= 8192:
         return D192_128_LONG
-    if tile is D256 and long >= 2048:
+    if tile is D256 and (not full or long >= 2048):
         return D256_LONG
     return tile
 
