@@ -13,15 +13,17 @@
 //   softmax of n runs beside the latter, on the other units; then p(n) is packed to be its A
 //   operand. Query tiles are joined: beside the last p v of one runs the first q k^T of the next.
 // `pingpong`: consumers take turns at issuing products, so that one's softmax meets another's.
-// `overlap`: in one basic block ptxas hoists the wait for p v above the exponentials, which then
-//   overlap nothing. The wait for the next key tile, a branch, holds it down.
+// `overlap`: the wait for the next key tile, a branch, keeps exponentials beside p v.
 // q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
 //   1, where there is no room: straight from registers.
+// `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
 // Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
 //   overwriting, V is read as zeros (0 x NaN is NaN).
 #include "fwd_sm90_schedule.cuh"
 
-constexpr int kTileSlots = 2;  // query tiles that are told and not yet taken note of by all
+// Query tiles that are told and not yet taken note of by all. With more, and drawn earlier, blocks
+// claim tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
+constexpr int kTileSlots = 1;
 
 template <class C>
 struct FwdSm90Smem {
@@ -39,28 +41,31 @@ struct FwdSm90Smem {
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
-  kTurn = 1  // consumer 0 may issue products; the others follow
+  kTurn = 1,  // consumer 0 may issue products; the others follow
+  kGroup = 5  // all warps of consumer 0 are there; the others follow
 };
 
 // ---- The warps that serve ----
 
-// Tells all others what query tile comes next; at the end, that there is none. It looks one tile
-// ahead of the copies, which are a few key tiles ahead of the consumers.
+// Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
+// all know of the one before, that is, when the copies are done with the one before that.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);
   Ring<kTileSlots> ring;
-  bool more = true;
-  while (more) {
-    const FwdSm90Tile t = walk.tile();
-    more = t.first < t.last;
-    if (threadIdx.x % 32 == 0) {
-      wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+  const bool speaker = threadIdx.x % 32 == 0;
+  FwdSm90Tile t = walk.tile();
+  while (true) {
+    if (speaker) {
       smem.tile[ring.slot] = t;
       arrive(smem.tile_ring.full[ring.slot]);
     }
+    if (t.first >= t.last) break;
     ring.advance();
-    if (more) walk.draw();
+    if (speaker) wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
+    __syncwarp();
+    walk.draw();
+    t = walk.tile();
   }
   walk.end();
 }
@@ -80,7 +85,9 @@ template <class C>
 __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;
-  for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+  FwdSm90Tile t = take_tile(smem, tiles);
+  while (t.first < t.last) {
+    const FwdSm90Tile next = take_tile(smem, tiles);  // at once: all wait for who has not
     for (int w = 0; w < C::consumers; ++w) {
       wait(smem.staged[w][q.slot], q.parity);
       const auto& out = smem.q[q.slot][w];
@@ -94,6 +101,7 @@ __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& sm
     ptx::bulk_wait_group_read<0>();
     for (int w = 0; w < C::consumers; ++w) arrive(smem.q_ring[w].empty[q.slot]);
     q.advance();
+    t = next;
   }
 }
 
@@ -177,10 +185,11 @@ struct FwdSm90Consumer {
   Ring<C::stages> k, v;
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;  // the next to be taken
-  // The tile at work. Key tiles in [full_first, full_last) are visible to all rows of the
-  // warpgroup.
+  // The tile at work, without the `unseen` last key tiles that the warpgroup passes over. Key tiles
+  // in [full_first, full_last) are visible to all rows of the warpgroup.
   FwdSm90Tile t;
   int full_first, full_last;
+  int unseen = 0;
   float slope_log2;
 
   __device__ __forceinline__ FwdSm90Consumer(const FwdSm90Params& params, Smem& shared, int wg)
@@ -190,12 +199,15 @@ struct FwdSm90Consumer {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
     FwdSm90Tile next = take();
     if (next.first < next.last) {
+      pass_keys(next);
       start(next);
       open();
     }
     while (next.first < next.last) {
       next = take();
-      if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
+      pass_values();
+      if (C::overlap != kNoOverlap && t.last - t.first > 1)
+        wait(smem.k_ring.full[k.slot], k.parity);
       steps();
       if (next.first < next.last) {
         join(next);
@@ -228,6 +240,7 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void start(const FwdSm90Tile& next) {
     t = next;
+    t.last -= unseen;
     const TileRange visible(KeyInterval(p, {t.q_len, t.k_len}), row(), row() + 63, C::block_n);
     full_first = visible.full_first;
     full_last = visible.full_last;
@@ -244,6 +257,37 @@ struct FwdSm90Consumer {
     }
   }
 
+  // Under a causal mask the first warpgroup may see nothing of the last key tile, unless that is as
+  // wide as the query tile. It passes over its K in front of the first product of `next` and over
+  // its V in front of the second, and releases the slots when all its warps have seen them full:
+  // one that falls behind by two rounds of a ring waits for ever. So does who keeps the turn until
+  // a slot is full that others have to empty first, hence one slot is left.
+  static constexpr bool kPasses = C::block_n % C::block_m != 0;
+  __device__ __forceinline__ void pass_keys(const FwdSm90Tile& next) {
+    if constexpr (kPasses) {
+      const KeyInterval keys(p, {next.q_len, next.k_len});
+      const int first_row = next.row + 64 * index;
+      const int seen = TileRange(keys, first_row, first_row + 63, C::block_n).last;
+      unseen = min(next.last - max(next.first + 1, min(next.last, seen)), C::stages - 1);
+      for (int i = 0; i < unseen; ++i) {
+        wait(smem.k_ring.full[k.slot], k.parity);
+        ptx::bar_sync(kGroup + index, 128);
+        release_k();
+      }
+    }
+  }
+  __device__ __forceinline__ void pass_values() {
+    if constexpr (kPasses) {
+      for (int i = 0; i < unseen; ++i) {
+        wait(smem.v_ring.full[v.slot], v.parity);
+        ptx::bar_sync(kGroup + index, 128);
+        release_v();
+        take_turn();
+        pass_turn();
+      }
+    }
+  }
+
   // Says that this warpgroup is done with a slot.
   static __device__ __forceinline__ void release(const Barrier& empty) {
     if (Warpgroup::leader()) arrive(empty);
@@ -256,11 +300,17 @@ struct FwdSm90Consumer {
     release(smem.v_ring.empty[v.slot]);
     v.advance();
   }
-  // After the last product with q; where out takes its buffer, that says when it has left.
+  // After the last product that reads q from its buffer; where out takes that, that says when it
+  // has left.
   __device__ __forceinline__ void release_q(int n) {
-    if (C::q_buffers == 1 && n == t.first && Warpgroup::leader()) {
+    const int last_reader = C::q_registers ? t.last - 1 : t.first;
+    if (C::q_buffers == 1 && n == last_reader && Warpgroup::leader()) {
       arrive(smem.q_ring[index].empty[q.slot]);
     }
+  }
+  __device__ __forceinline__ void take_query() {
+    wait(smem.q_ring[index].full[q.slot], q.parity);
+    group.take_query(smem.q[q.slot][index]);
   }
 
   __device__ __forceinline__ void start_scores(typename Warpgroup::Scores& s) const {
@@ -275,13 +325,14 @@ struct FwdSm90Consumer {
   }
   __device__ __forceinline__ void score_first(typename Warpgroup::Scores& s) {
     score(s, t.last - 1, t.last - 1 < full_first || t.last - 1 >= full_last);
+    group.score_rest(s);
   }
 
   // The first key tile of a query tile that none precedes.
   __device__ __forceinline__ void open() {
     typename Warpgroup::Scores s;
     const int n = t.last - 1;
-    wait(smem.q_ring[index].full[q.slot], q.parity);
+    take_query();
     wait(smem.k_ring.full[k.slot], k.parity);
     start_scores(s);
     group.template finish_scores<0>(s);
@@ -307,7 +358,7 @@ struct FwdSm90Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void step(int n) {
     typename Warpgroup::Scores s;
-    if (!C::overlap) wait(smem.k_ring.full[k.slot], k.parity);
+    if (C::overlap == kNoOverlap) wait(smem.k_ring.full[k.slot], k.parity);
     take_turn();
     start_scores(s);
     start_out();
@@ -316,9 +367,10 @@ struct FwdSm90Consumer {
     release_k();
     release_q(n);
     score(s, n, kMasked);
-    if (C::overlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
+    if (C::overlap != kNoOverlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
     group.template finish_out<0>();
     release_v();
+    group.score_rest(s);
     group.rescale();
     group.pack(s);
   }
@@ -331,7 +383,8 @@ struct FwdSm90Consumer {
     take_turn();
     start_out();
     q.advance();
-    wait(smem.q_ring[index].full[q.slot], q.parity);
+    pass_keys(next);
+    take_query();
     wait(smem.k_ring.full[k.slot], k.parity);
     start_scores(s);
     pass_turn();

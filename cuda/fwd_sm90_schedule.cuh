@@ -39,27 +39,23 @@ __device__ __forceinline__ FwdSm90Tile fwd_sm90_tile(const FwdParams& p, const Q
           v_first};
 }
 
-// The tiles of a block, for one warp, whose lanes call together. Where queries are packed, the
-// tiles of each sequence follow those of the one before: what lies behind its end is no tile.
+// The tiles of a block, for one warp, whose lanes call together. A sweep covers the query tiles of
+// some heads of one sequence, or of all heads of up to 32, the longest sequence first, and of all
+// the last rows first: under a causal mask they have the longest tiles. What lies behind the end of
+// a sequence is no tile.
 template <int kRows, int kBlockN>
 class TileWalk {
  public:
   __device__ __forceinline__ explicit TileWalk(const FwdSm90Params& params)
       : p(params), index_(blockIdx.x) {
-    if (p.cu_seqlens_q != nullptr) count();
+    count();
   }
 
   // The tile drawn last; first == last: there are no more.
   __device__ __forceinline__ FwdSm90Tile tile() {
     const int index = __shfl_sync(0xffffffffu, index_, 0);
-    QueryTile at;
-    if (p.cu_seqlens_q != nullptr) {
-      if (!find(index, at)) return {};
-    } else {
-      if (index >= p.m_blocks * p.batch * p.q_heads) return {};
-      at = longest_first(index, p);
-    }
-    return fwd_sm90_tile(p, at, kRows, kBlockN);
+    if (!find_sequences(index)) return {};
+    return fwd_sm90_tile(p, find_tile(index - first_index_), kRows, kBlockN);
   }
 
   // Draws the next one. Only lane 0 holds the number, so that nobody waits for it here.
@@ -81,40 +77,68 @@ class TileWalk {
   }
 
  private:
-  // Each lane looks at one of 32 sequences from first_batch_: its tiles, and theirs up to it.
-  __device__ __forceinline__ void count() {
-    const int batch = first_batch_ + threadIdx.x % 32;
-    tiles_ = batch < p.batch ? ceil_div(sequence(p, batch).q_len, kRows) * p.q_heads : 0;
-    end_ = tiles_;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(0xffffffffu, end_, step);
-      if (threadIdx.x % 32 >= step) end_ += before;
-    }
-    end_ += first_index_;
+  // Of the sweep that begins with first_batch_. A wide last one ends with the short tiles of many
+  // heads, which even out what long ones left uneven; sweeps as wide from the start would not find
+  // their keys in L2.
+  __device__ __forceinline__ int sequences() const {
+    return first_batch_ >= p.last_sweep ? 32 : max(1, min(32, p.head_group / p.q_heads));
   }
 
-  __device__ __forceinline__ bool find(int index, QueryTile& at) {
-    unsigned behind = __ballot_sync(0xffffffffu, index < end_);
-    while (behind == 0) {
-      first_batch_ += 32;
+  // Each lane looks at one sequence from first_batch_ on.
+  __device__ __forceinline__ void count() {
+    const int lane = threadIdx.x % 32;
+    const int batch = first_batch_ + lane;
+    const bool mine = lane < sequences() && batch < p.batch;
+    blocks_ = mine ? ceil_div(sequence(p, batch).q_len, kRows) : 0;
+    all_blocks_ = __reduce_add_sync(0xffffffffu, blocks_);
+  }
+
+  // Goes on to the sequences that have tile `index`; whether there are any.
+  __device__ __forceinline__ bool find_sequences(int index) {
+    while (index - first_index_ >= static_cast<int>(all_blocks_ * p.q_heads)) {
+      first_index_ += all_blocks_ * p.q_heads;
+      first_batch_ += sequences();
       if (first_batch_ >= p.batch) return false;
-      first_index_ = __shfl_sync(0xffffffffu, end_, 31);
       count();
-      behind = __ballot_sync(0xffffffffu, index < end_);
     }
-    const int lane = __ffs(behind) - 1;
-    const int tiles = __shfl_sync(0xffffffffu, tiles_, lane);
-    const int first = __shfl_sync(0xffffffffu, end_, lane) - tiles;
-    const Sweep sweep(index - first, tiles / p.q_heads, p.q_heads, min(p.head_group, p.q_heads));
-    at = {static_cast<int>(sweep.m_block), static_cast<int>(sweep.pair), first_batch_ + lane};
     return true;
+  }
+
+  // A tile of them, counted from their first.
+  __device__ __forceinline__ QueryTile find_tile(unsigned index) const {
+    const unsigned group = min(p.head_group, p.q_heads);
+    const unsigned first_head = index / (all_blocks_ * group) * group;
+    const unsigned heads = min(group, p.q_heads - first_head);
+    index -= first_head * all_blocks_;
+    unsigned high = __reduce_max_sync(0xffffffffu, blocks_);
+    while (true) {  // from the longest sequences on: block high - 1 is the last of the next
+      const unsigned members = __ballot_sync(0xffffffffu, blocks_ >= high);
+      const unsigned low = __reduce_max_sync(0xffffffffu, blocks_ < high ? blocks_ : 0);
+      const unsigned width = __popc(members) * heads;
+      if (index < (high - low) * width) {
+        const unsigned row = index / width;
+        const unsigned pair = index - row * width;
+        const unsigned member = pair / heads;
+        return {static_cast<int>(high - 1 - row),
+                static_cast<int>(first_head + pair - member * heads),
+                first_batch_ + nth_lane(members, member)};
+      }
+      index -= (high - low) * width;
+      high = low;
+    }
+  }
+
+  // The lane whose bit is the n-th that is set, from 0.
+  static __device__ __forceinline__ int nth_lane(unsigned bits, unsigned n) {
+    const unsigned lane = threadIdx.x % 32;
+    const bool found = (bits >> lane & 1) != 0 && __popc(bits & ((1u << lane) - 1)) == n;
+    return __ffs(__ballot_sync(0xffffffffu, found)) - 1;
   }
 
   const FwdSm90Params& p;
   int index_;
   int first_batch_ = 0;
   int first_index_ = 0;  // tiles of the sequences before first_batch_
-  int tiles_ = 0;
-  int end_ = 0;
+  unsigned blocks_;      // of query rows, of the lane's sequence
+  unsigned all_blocks_;  // of all lanes
 };

@@ -47,7 +47,7 @@ struct FwdSm90Self {
     group.clear();
     typename Warpgroup::Scores s;
     open(s);
-    if (C::overlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
+    if (C::overlap != kNoOverlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
     int n = t.last - 2;
     if constexpr (!C::scores) {
       for (; n >= max(visible.full_last, t.first); --n) step<true>(s, n);
@@ -119,13 +119,14 @@ struct FwdSm90Self {
     if (threadIdx.x == 0) load_k(k.slot, n - C::stages);
     k.advance();
     score(s, n, n < visible.full_first || n >= visible.full_last);
+    group.score_rest(s);
     group.pack(s);
   }
 
   // The products of key tile n beside those of the values of n + 1.
   template <bool kMasked>
   __device__ __forceinline__ void step(typename Warpgroup::Scores& s, int n) {
-    if (!C::overlap) wait(smem.k_full[k.slot], k.parity);
+    if (C::overlap == kNoOverlap) wait(smem.k_full[k.slot], k.parity);
     start_scores(s);
     start_out();
     group.template finish_scores<1>(s);
@@ -134,13 +135,14 @@ struct FwdSm90Self {
     k.advance();
     v.advance();
     score(s, n, kMasked);
-    if (C::overlap && n > t.first) wait(smem.k_full[k.slot], k.parity);
+    if (C::overlap != kNoOverlap && n > t.first) wait(smem.k_full[k.slot], k.parity);
     group.template finish_out<0>();
     __syncthreads();  // every warp is done with both slots
     if (threadIdx.x == 0) {
       load_k(k_slot, n - C::stages);
       load_v(v_slot, n + 1 - C::stages);
     }
+    group.score_rest(s);
     group.rescale();
     group.pack(s);
   }

@@ -38,6 +38,14 @@ struct WgmmaElement<fp16> {
   static constexpr ptx::WgmmaType kType = ptx::WgmmaType::f16;
 };
 
+// Config::overlap: which exponentials of a key tile stand before the wait for P V of the last one.
+// In one basic block ptxas hoists that wait above all of them, which then overlap nothing.
+enum Overlap {
+  kNoOverlap = 0,
+  kAllRows = 1,
+  kFirstRow = 2  // of a thread's two; those of the second run beside the rescaling of out
+};
+
 // Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
 // laid out as mma.m16n8k16 has them.
 template <int kTiles>
@@ -55,7 +63,8 @@ struct FwdSm90Warpgroup {
   static constexpr ptx::WgmmaType kType = WgmmaElement<Element>::kType;
 
   const FwdSm90Params& p;
-  float out[1][C::value_dim / 8][4];     // 64 x value_dim
+  unsigned query[C::q_registers ? C::head_dim / 16 : 1][4];  // as A operand, or not there
+  float out[1][C::value_dim / 8][4];                         // 64 x value_dim
   unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
   float alpha[1][2];                     // what `out` is to be multiplied by
   OnlineSoftmax<1> softmax;
@@ -74,16 +83,32 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 2; ++i) flat(out)[i] = 0.f;
   }
 
+  // Reads q, where registers hold it: its place is free once all warps have done so.
+  __device__ __forceinline__ void take_query(const Q& q) {
+    if constexpr (C::q_registers) {
+#pragma unroll
+      for (int i = 0; i < C::head_dim / 16; ++i) {
+        ptx::ldmatrix_x4(query[i],
+                         q.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8));
+      }
+    }
+  }
+
   // Starts s = q k^T.
   __device__ __forceinline__ void start_scores(Scores& s, const Q& q, const K& k) const {
+    using Product = ptx::Wgmma<C::block_n, kType>;
     const unsigned long long a = q.k_major();
     const unsigned long long b = k.k_major();
     ptx::wgmma_pin(flat(s));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::head_dim / 16; ++i) {
-      ptx::Wgmma<C::block_n, kType>::template ss<0, 0>(flat(s), a + Q::k_major_offset(i),
-                                                       b + K::k_major_offset(i), i != 0);
+      if constexpr (C::q_registers) {
+        Product::template rs<0>(flat(s), query[i], b + K::k_major_offset(i), i != 0);
+      } else {
+        Product::template ss<0, 0>(flat(s), a + Q::k_major_offset(i), b + K::k_major_offset(i),
+                                   i != 0);
+      }
     }
     ptx::wgmma_commit_group();
   }
@@ -114,7 +139,8 @@ struct FwdSm90Warpgroup {
   }
 
   // Products of rows from `row` on with the keys from `first_key` on become probabilities, and
-  // enter max and sum; `out` waits for rescale().
+  // enter max and sum; `out` waits for rescale(). With kFirstRow, of a thread's two rows only the
+  // first: score_rest() does the second.
   __device__ __forceinline__ void score(Scores& s, const FwdSm90Tile& t, int row, int first_key,
                                         bool masked, float slope_log2) {
     if constexpr (C::scores) {
@@ -124,9 +150,17 @@ struct FwdSm90Warpgroup {
       mask_scores<false>(s, KeyInterval(p, {t.q_len, t.k_len}), row + warp_row(), first_key,
                          lane());
     }
-    const float scale_log2 = C::scores ? 1.f : p.scale_log2;
-    softmax.update_all_but_out(alpha, s, scale_log2);
+    if constexpr (C::overlap == kFirstRow) {
+      softmax.raise_maxima(alpha, s, scale_log2());
+      softmax.accumulate(alpha, s, 0, 0, scale_log2());
+    } else {
+      softmax.update_all_but_out(alpha, s, scale_log2());
+    }
   }
+  __device__ __forceinline__ void score_rest(Scores& s) {
+    if constexpr (C::overlap == kFirstRow) softmax.accumulate(alpha, s, 0, 1, scale_log2());
+  }
+  __device__ __forceinline__ float scale_log2() const { return C::scores ? 1.f : p.scale_log2; }
 
   __device__ __forceinline__ void rescale() { softmax.rescale(out, alpha); }
 
@@ -164,12 +198,10 @@ struct FwdSm90Warpgroup {
     }
   }
 
-  // Two neighbours of `out`, finished. Other rows may have met a NaN in v: times factor 0 it would
-  // be NaN here too.
+  // Two neighbours of `out`, finished.
   __device__ __forceinline__ unsigned packed_out(int ot, int half, const float (&factor)[2]) const {
     const float* pair = &out[0][ot][2 * half];
-    const unsigned packed = Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
-    return factor[half] == 0.f ? 0 : packed;
+    return Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
   }
 
   // Leaves `out` in the place of q, for a tensor copy.
@@ -178,16 +210,33 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 16; ++i) {
       unsigned r[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) r[j] = packed_out(2 * i + j / 2, j % 2, factor);
+      for (int j = 0; j < 4; ++j) {
+        const unsigned packed = packed_out(2 * i + j / 2, j % 2, factor);
+        r[j] = factor[j % 2] == 0.f ? 0 : packed;  // see clear_empty_rows
+      }
       ptx::stmatrix_x4(staging.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8), r);
     }
     ptx::fence_proxy_async();
   }
 
-  // Stores `out` from registers, clipped to q_len rows and value_dim columns.
+  // Rows without keys, whose factor is 0. Other rows may have met a NaN in v: times 0 it would be
+  // NaN in these too.
+  __device__ __forceinline__ void clear_empty_rows(const float (&factor)[2]) {
+    if (!__any_sync(0xffffffffu, factor[0] == 0.f || factor[1] == 0.f)) return;
+#pragma unroll
+    for (int i = 0; i < C::value_dim / 2; ++i) {
+      if (factor[i / 2 % 2] == 0.f) flat(out)[i] = 0.f;
+    }
+  }
+
+  // Stores `out` from registers, clipped to q_len rows and value_dim columns. Two lanes swap halves
+  // of 16 columns, so that a lane stores 4 neighbours and a quad 32 bytes of a row, which is what
+  // L2 takes as a whole.
   __device__ __forceinline__ void store_out(const float (&factor)[2], const FwdSm90Tile& t,
-                                            int row) const {
-    const int first_col = 8 * (lane() % 4);
+                                            int row) {
+    clear_empty_rows(factor);
+    const bool odd = lane() % 2 != 0;
+    const int first_col = 8 * (lane() % 2) + 4 * (lane() % 4 / 2);
     auto* base = static_cast<unsigned short*>(p.out) + t.batch * p.stride_out_batch +
                  t.q_head * p.stride_out_head + first_col;
 #pragma unroll
@@ -195,28 +244,14 @@ struct FwdSm90Warpgroup {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
       unsigned short* dst = base + (t.q_first + thread_row) * p.stride_out_row;
 #pragma unroll
-      for (int col = 0; col < C::value_dim; col += 32) {
-        unsigned r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = packed_out(col / 8 + i, half, factor);
-        quad_transpose(r);
+      for (int col = 0; col < C::value_dim; col += 16) {
+        const unsigned left = packed_out(col / 8, half, factor);
+        const unsigned right = packed_out(col / 8 + 1, half, factor);
+        const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? left : right, 1);
         if (thread_row < t.q_len && col + first_col < p.value_dim) {
-          *reinterpret_cast<uint4*>(dst + col) = make_uint4(r[0], r[1], r[2], r[3]);
+          *reinterpret_cast<uint2*>(dst + col) =
+              odd ? make_uint2(got, right) : make_uint2(left, got);
         }
-      }
-    }
-  }
-
-  // r[i] of lane l of a quad becomes r[l] of lane i: of 32 columns a lane then holds 8 neighbours.
-  static __device__ __forceinline__ void quad_transpose(unsigned (&r)[4]) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = lane() & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? r[i] : r[i + bit], bit);
-        (upper ? r[i] : r[i + bit]) = got;
       }
     }
   }

@@ -50,11 +50,11 @@ struct FwdParams {
   float softcap_log2;  // c log2(e) of c * tanh(s / c); 0: none
 };
 
-// fwd_sm90 and fwd_sm90_self. Dimensions of the maps are (column, row, head, batch); a packed tensor
-// has one batch. There are as many columns as are stored: copies fill a wider tile with zeros.
+// fwd_sm90(_self). Maps: (stored column, row, head, batch; one if packed). Copies add zero columns.
 struct FwdSm90Params : FwdParams {
   int* tile_counter;       // [2] next query tile; blocks that have run dry. Zero before and after
   int schedule;            // TileOrder of schedule.cuh: how blocks share the query tiles
+  int last_sweep;          // sequence from which on sweeps cover up to 32; batch: none does
   ptx::TensorMap q_map;    // box: columns of a chunk x 64 rows
   ptx::TensorMap k_map;    // box: columns of a chunk x block_n rows
   ptx::TensorMap v_map;    // the same; ragged (rawattn/plan/base.py) where keys have tables

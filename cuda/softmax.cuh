@@ -79,12 +79,30 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         alpha[mt][half] = raise_max(mt, half, largest(s, mt, half), scale_log2);
-        const float before = sum[mt][half];
-        sum[mt][half] = 0.f;
-        exponentiate(mt, half, s, scale_log2);
-        sum[mt][half] = fmaf(before, alpha[mt][half], sum[mt][half]);
+        accumulate(alpha, s, mt, half, scale_log2);
       }
     }
+  }
+
+  // Its two parts, for a caller who puts something between the exponentials of two rows.
+  template <int kNTiles>
+  __device__ __forceinline__ void raise_maxima(float (&alpha)[kMTiles][2],
+                                               const float (&s)[kMTiles][kNTiles][4],
+                                               float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      const float found = largest(s, i / 2, i % 2);
+      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, found, scale_log2);
+    }
+  }
+  template <int kNTiles>
+  __device__ __forceinline__ void accumulate(const float (&alpha)[kMTiles][2],
+                                             float (&s)[kMTiles][kNTiles][4], int mt, int half,
+                                             float scale_log2) {
+    const float before = sum[mt][half];
+    sum[mt][half] = 0.f;
+    exponentiate(mt, half, s, scale_log2);
+    sum[mt][half] = fmaf(before, alpha[mt][half], sum[mt][half]);
   }
 
   // Of a row: the largest s, over the four lanes that share it.

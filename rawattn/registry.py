@@ -97,8 +97,9 @@ class FwdSm90:
     consumers: int  # warpgroups of 64 query rows each
     stages: int  # tiles of K, and of V, that shared memory holds
     q_buffers: int  # 2: the next Q loads during this tile, and out leaves through the old one's
+    q_registers: bool  # whether Q is read from shared memory once a query tile, not once a key tile
     pingpong: bool  # whether consumers take turns at issuing products
-    overlap: bool  # whether the exponentials are kept beside the product of P and V
+    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 
@@ -124,8 +125,8 @@ class FwdSm90:
         """sizeof(FwdSm90Smem<Config>): tiles, barriers, and descriptions of query tiles."""
         q = self.q_buffers * self.block_m * max(self.head_dim, self.value_dim)
         kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
-        barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2 * 2
-        return -(-(2 * (q + kv) + 8 * barriers + 2 * 44) // 1024) * 1024
+        barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2
+        return -(-(2 * (q + kv) + 8 * barriers + 44) // 1024) * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ class FwdSm90Self:
     value_dim: int  # columns of the V and O tiles
     block_n: int  # keys a tile
     stages: int  # tiles of K, and of V, that shared memory holds
-    overlap: bool  # whether the exponentials are kept beside the product of P and V
+    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 
@@ -148,6 +149,11 @@ class FwdSm90Self:
     @property
     def block_m(self) -> int:
         return 64
+
+    @property
+    def q_registers(self) -> bool:
+        """As in FwdSm90; three blocks an SM have none to spare for it."""
+        return False
 
     @property
     def smem_bytes(self) -> int:

@@ -293,7 +293,7 @@ def test_a_variant_of_a_kernel_with_tensor_maps() -> None:
     (launch,) = made.launches
     assert launch.grid == 99 and dict(launch.scalars)["head_group"] == 5
     assert {m.field: m.box[1] for m in launch.maps}["k_map"] == 64
-    short = plan.fwd_sm90.launches(replace(p, batch=16, max_q=512, max_k=512), H200)[0].config
+    short = plan.fwd_sm90.launches(replace(p, batch=64, max_q=256, max_k=256), H200)[0].config
     made = tune.varied(planned, short)
     assert made is not None and made.launches[0].kernel == "fwd_sm90_self"
     with pytest.raises(TypeError, match="fwd_sm90 has neither fields nor scalars block_q"):

@@ -12,10 +12,10 @@ import pytest
 
 from rawattn.device import Device
 from rawattn.plan import Plan, fwd_sm90
-from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC, TILES
+from rawattn.plan.fwd_sm90 import D128, D256, DYNAMIC, SELF, SELF_SHORT, STATIC, TILES
 from rawattn.problem import Problem
 from rawattn.registry import FwdSm90, FwdSm90Self
-from rawattn.testing import Case, Op, law_matches_reference
+from rawattn.testing import Case, Op, law_empty_rows, law_matches_reference
 from tools.emulator import attention
 
 pytestmark = pytest.mark.emulator
@@ -25,8 +25,8 @@ SMALL_H200 = replace(Device.named("H200"), sms=2)
 
 
 def name(tile: Tile) -> str:
-    kind = "self" if tile is SELF else f"{tile.block_m}x{tile.block_n}"
-    return f"{tile.head_dim}-{tile.value_dim}-{kind}"
+    kind = "-self" if isinstance(tile, FwdSm90Self) else ""
+    return f"{tile.head_dim}-{tile.value_dim}-{tile.block_m}x{tile.block_n}{kind}"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def op_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op]:
     return make
 
 
-@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+@pytest.mark.parametrize("tile", (*TILES, SELF, SELF_SHORT), ids=name)
 def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
     """Query tiles in a row, some of which see no key; padded heads; a tail of keys."""
     case = Case(
@@ -63,7 +63,7 @@ def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
     law_matches_reference(op_of(tile), case)
 
 
-@pytest.mark.parametrize("tile", (*TILES, SELF), ids=name)
+@pytest.mark.parametrize("tile", (*TILES, SELF, SELF_SHORT), ids=name)
 def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
     """Sequences with NaN around them, empty ones among them, and all that scores may need."""
     case = Case(
@@ -83,11 +83,21 @@ def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
     law_matches_reference(op_of(tile), case)
 
 
+@pytest.mark.parametrize("tile", (D128, D256), ids=name)
+def test_empty_rows(op_of: Callable[..., Op], tile: Tile) -> None:
+    """Beside rows that meet a NaN in v, whether out leaves through shared memory or not."""
+    case = Case(q_lens=(130,), k_lens=(70,), dtype="float16", causal=True)
+    law_empty_rows(op_of(tile), replace(case, head_dim=tile.head_dim, value_dim=tile.value_dim))
+
+
 @pytest.mark.parametrize("order", (STATIC, DYNAMIC))
-def test_orders(op_of: Callable[..., Op], order: int) -> None:
+@pytest.mark.parametrize("head_group", (1, 5))
+def test_orders(op_of: Callable[..., Op], order: int, head_group: int) -> None:
     """However blocks share the query tiles, dense and packed, with more sequences than a warp."""
-    op = op_of(TILES[0], schedule=order)
-    law_matches_reference(op, Case(q_lens=(70,) * 5, k_lens=(40,) * 5, dtype="float16"))
-    q_lens, k_lens = (0, 1, 200) * 14, (9, 0, 3) * 14
-    case = Case(q_lens=q_lens, k_lens=k_lens, dtype="float16", layout="padded", causal=True)
+    op = op_of(TILES[0], schedule=order, head_group=head_group)
+    shape = {"q_heads": 3, "kv_heads": 3, "dtype": "float16"}
+    law_matches_reference(op, Case(q_lens=(400,) * 3, k_lens=(40,) * 3, **shape))
+    q_lens, k_lens = (0, 1, 200, 600) * 10, (9, 0, 3, 1) * 10
+    shape |= {"q_heads": 2, "kv_heads": 2}
+    case = Case(q_lens=q_lens, k_lens=k_lens, layout="padded", causal=True, **shape)
     law_matches_reference(op, case)

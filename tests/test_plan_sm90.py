@@ -5,8 +5,11 @@ refused.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from rawattn.plan import Launch, configs, fwd_sm90, plan
 from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC
 from rawattn.problem import Mask, Problem, Rows, Scores
 from rawattn.testing.strategies import plannable
+from tools import emulator
 
 H200 = Device.named("H200")
 PROBLEM = Problem(
@@ -78,6 +82,58 @@ def test_blocks_share_all_query_tiles(
     assert launch.grid == (tiles if launch.kernel == "fwd_sm90_self" else min(tiles, H200.sms))
 
 
+WALK = """
+#include "fwd_sm90_schedule.cuh"
+extern "C" __global__ void walk(const __grid_constant__ FwdSm90Params p) {
+  TileWalk<64, 64> walk(p);
+  float* row = p.lse;
+  for (FwdSm90Tile t = walk.tile(); t.first < t.last; t = walk.tile()) {
+    if (threadIdx.x == 0) {
+      row[0] = t.row / 64;
+      row[1] = t.batch;
+      row[2] = t.q_head;
+    }
+    row += 3;
+    walk.draw();
+  }
+}
+"""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("head_group", "last_sweep"), [(2, 4), (4, 0), (4, 2), (1, 5), (6, 3)])
+def test_the_last_sweep_covers_all_sequences_that_are_left(
+    head_group: int, last_sweep: int
+) -> None:
+    """Every tile once; sweeps of a head group each, the last query blocks first, and then one."""
+    m_blocks, batch, q_heads = 3, 5, 2
+    tiles = np.empty((m_blocks * batch * q_heads, 3), np.float32)
+    params = registry.params_struct("FwdSm90Params")(
+        lse=ctypes.c_void_p(tiles.ctypes.data),
+        batch=batch,
+        q_heads=q_heads,
+        group=1,
+        q_len=64 * m_blocks,
+        k_len=64,
+        window_left=-1,
+        window_right=-1,
+        head_group=head_group,
+        last_sweep=last_sweep,
+    )
+    emulator.run(WALK, "walk", bytes(params), 1, 32, 0, [tiles], seed=0)
+    sequences, heads = max(1, head_group // q_heads), min(head_group, q_heads)
+    firsts = [*range(0, last_sweep, sequences), *{last_sweep, batch}]
+    want = [
+        [m_block, sequence, head]
+        for first, end in itertools.pairwise(sorted(firsts))
+        for first_head in range(0, q_heads, heads)
+        for m_block in reversed(range(m_blocks))
+        for sequence in range(first, end)
+        for head in range(first_head, first_head + heads)
+    ]
+    assert tiles.tolist() == want
+
+
 def test_every_config_is_reached() -> None:
     chosen: dict[str, set[registry.Config]] = {"fwd_sm90": set(), "fwd_sm90_self": set()}
     for dtype in ("float16", "bfloat16"):
@@ -113,28 +169,28 @@ def test_a_wide_window_gets_the_config_of_none(head_dim: int) -> None:
 # ---- golden plans: who changes one shows rows of the bench from before and after -----------------
 
 GOLDEN = """
-full     512  64: 64 x 128 self, static, groups of 16
+full     512  64: 192 x 128, static, groups of 1
 full    4096  64: 192 x 128, static, groups of 1
 full   16384  64: 192 x 128, static, groups of 1
 full     512  96: 128 x 128, static, groups of 1
-full    4096  96: 192 x 96, static, groups of 1
-full   16384  96: 192 x 96, static, groups of 1
+full    4096  96: 192 x 112, static, groups of 1
+full   16384  96: 192 x 112, static, groups of 1
 full     512 128: 128 x 128, static, groups of 1
-full    4096 128: 128 x 160, static, groups of 1
-full   16384 128: 128 x 160, static, groups of 4
+full    4096 128: 128 x 128, static, groups of 1
+full   16384 128: 128 x 128, static, groups of 4
 full     512 256: 128 x 80, dynamic, groups of 1
 full    4096 256: 128 x 80, dynamic, groups of 1
 full   16384 256: 128 x 80, dynamic, groups of 1
-causal   512  64: 64 x 128 self, dynamic, groups of 32
+causal   512  64: 64 x 64 self, dynamic, groups of 32
 causal  4096  64: 64 x 128 self, dynamic, groups of 32
 causal 16384  64: 192 x 128, dynamic, groups of 32
-causal   512  96: 128 x 128, dynamic, groups of 32
+causal   512  96: 128 x 128, dynamic, groups of 32, last of 252
 causal  4096  96: 128 x 128, dynamic, groups of 32
-causal 16384  96: 128 x 128, dynamic, groups of 21
-causal   512 128: 128 x 128, dynamic, groups of 32
+causal 16384  96: 192 x 112, dynamic, groups of 21
+causal   512 128: 128 x 128, dynamic, groups of 32, last of 192
 causal  4096 128: 128 x 128, dynamic, groups of 32
 causal 16384 128: 128 x 128, dynamic, groups of 16
-causal   512 256: 128 x 80, dynamic, groups of 8
+causal   512 256: 128 x 80, dynamic, groups of 64, last of 128
 causal  4096 256: 128 x 80, dynamic, groups of 32
 causal 16384 256: 128 x 80, dynamic, groups of 8
 """
@@ -158,8 +214,9 @@ def test_golden_plans(golden: str) -> None:
     c, scalars = launch.config, dict(launch.scalars)
     order = {STATIC: "static", DYNAMIC: "dynamic"}[scalars["schedule"]]
     shape = f"{c.block_m} x {c.block_n}" + (" self" if isinstance(c, type(SELF)) else "")
-    group = scalars["head_group"]
-    assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}"
+    group, left = scalars["head_group"], problem.batch - scalars["last_sweep"]
+    last = f", last of {left * problem.q_heads}" if left else ""
+    assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}{last}"
 
 
 # ---- refusals ------------------------------------------------------------------------------------
