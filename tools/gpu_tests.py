@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 LAUNCH_CODE = (
     *("plan", "registry", "compile", "launch", "params", "tensor_map", "counters"),
-    *("forward", "calls", "cache_configs"),
+    *("forward", "calls", "cache_configs", "decode_configs"),
 )
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SANITIZER_SECONDS = 120  # for one tool
