@@ -50,7 +50,9 @@ struct DecodeSm90Warpgroup {
     score(s, q, keys);
     if (first_key + C::unit > rows.k_len) clear_tail(values, rows.k_len - first_key);
     if (any) {
-      const bool changed = p.softcap_log2 > 0.f || p.alibi_slopes != nullptr;
+      // A scale that is not positive turns maxima into minima: it has to come before them.
+      const bool changed =
+          p.softcap_log2 > 0.f || p.alibi_slopes != nullptr || !(p.scale_log2 > 0.f);
       if (changed) modify(p, rows, s, first_key);
       if (first_key < seen_from || first_key + C::unit > seen_to) mask(p, rows, s, first_key);
       softmax.template update<true>(s, out, changed ? 1.f : p.scale_log2, [](float (&)[1][2]) {});
@@ -135,8 +137,8 @@ struct DecodeSm90Warpgroup {
       float& x = s[0][i / 4][i % 4];
       const int half = i % 4 / 2;
       const int distance = diagonal[half] - key_of(first_key, i);
-      x = cap > 0.f ? cap * tanhf(x * scale_over_cap) : x * p.scale_log2;
-      x -= slope[half] * fabsf(static_cast<float>(distance));
+      x = cap > 0.f ? __fmul_rn(cap, tanhf(x * scale_over_cap)) : __fmul_rn(x, p.scale_log2);
+      x = fmaf(-slope[half], fabsf(static_cast<float>(distance)), x);
     }
   }
 

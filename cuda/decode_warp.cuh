@@ -161,7 +161,8 @@ struct DecodeWarp {
         for (int j = 0; j < 2 * kBlocks; ++j) {
           const int e = 2 * (j % 2) + i % 2;
           const int distance = of_query + rows.shift - key_of(first_key, j / 2, e);
-          s[nt][j / 2][e] -= slope * fabsf(static_cast<float>(distance));
+          float& x = s[nt][j / 2][e];
+          x = fmaf(-slope, fabsf(static_cast<float>(distance)), x);
         }
       }
     }

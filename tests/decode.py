@@ -23,7 +23,7 @@ from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
 from rawattn.reference import attention
 from rawattn.reference_paged import gather_cache, slots
-from rawattn.testing.closeness import Expected, bounds, with_samples
+from rawattn.testing.closeness import Expected, bounds, sum_of_values, with_samples
 from tools.emulator.plans import run_launch
 
 LOG2_E = 1.4426950408889634
@@ -53,6 +53,7 @@ class Case:
     sink: bool = False
     tree: bool = False
     scale: Scale = Scale.NONE  # of keys and values
+    times: float = 1.0  # scores, beside 1 / sqrt(head_dim)
     split: int = 0
     arch: str = "sm_90a"
     sms: int = 5
@@ -194,7 +195,7 @@ class Call:
             **self.table,
         )
         k, v = k.astype(np.float64), v.astype(np.float64)
-        q = self.q.astype(np.float64).reshape(-1, p.q_heads, p.head_dim)
+        q = case.times * self.q.astype(np.float64).reshape(-1, p.q_heads, p.head_dim)
         cu_q = np.cumsum([0, *case.queries], dtype=np.int32)
         common: dict[str, Any] = {
             "mask": dataclasses.replace(case.mask, right=-1) if case.tree else case.mask,
@@ -223,6 +224,7 @@ class Call:
             twin_lse=twin[1],
             values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
             terms=np.where(np.isfinite(terms), terms, 0.0) + finite,
+            sum_of_values=sum_of_values(v),
         )
 
     def _seen(self) -> list[np.ndarray]:
@@ -319,7 +321,7 @@ class Call:
             "window_right": p.mask.right,
             "copy_bytes": p.copy_bytes,
             "q_bf16": int(p.dtype == "bfloat16"),
-            "scale_log2": p.head_dim**-0.5 * LOG2_E,
+            "scale_log2": self.case.times * p.head_dim**-0.5 * LOG2_E,
             "softcap_log2": self.case.softcap * LOG2_E,
             "out_scale": 1.0,
         }

@@ -52,6 +52,7 @@ CASES = {
     ),
     "drafts, many parts": Case(k_lens=(1500,), q_lens=(6,), sms=14),
     "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
+    "drafts, turned scores": Case(k_lens=RAGGED, q_lens=(3,) * 8, times=-1.0, page=16),
     "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
     # bulk copies
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
@@ -95,6 +96,7 @@ CASES = {
     "e5m2, pages of 8": Case(
         k_lens=RAGGED, page=8, tma=False, cache_dtype="float8_e5m2", scale=Scale.HEAD
     ),
+    "turned scores": Case(k_lens=RAGGED, times=-1.0),
     # element by element
     "head size 1": Case(k_lens=RAGGED, head_dim=1, page=1, group=1, tma=False),
     "head sizes 65 and 7, window": Case(

@@ -45,6 +45,8 @@ class Expected:
     twin_lse: Array
     values: Array  # as out, one column: the largest sum of weight times |value|
     terms: Array  # as lse: what is added up to a score and to lse, in absolute values
+    # Of all keys' |value|: GPUs flush a weight below float32's smallest normal number to 0.
+    sum_of_values: float
 
 
 def ulp(x: Array, dtype: str) -> Array:
@@ -52,6 +54,12 @@ def ulp(x: Array, dtype: str) -> Array:
     facts = ml_dtypes.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(np.abs(x), float(facts.smallest_normal))))
     return np.exp2(exponent) * float(facts.eps)
+
+
+def sum_of_values(v: Array) -> float:
+    """The largest sum of |v| over all keys, of a head's column; v is ([B,] S, H, D)."""
+    sums = np.abs(v.astype(np.float64)).reshape(-1, *v.shape[-2:]).sum(axis=0)
+    return float(sums.max(initial=0.0, where=np.isfinite(sums)))
 
 
 def with_samples(v: Array, seed: int) -> Array:
@@ -75,10 +83,11 @@ def bounds(want: Expected, dtype: str) -> Results:
     weights = noise.swapaxes(-1, -2)[..., None]
     largest = np.abs(want.out).max(axis=-1, keepdims=True, initial=0.0)
     error = np.abs(want.twin_out - want.out).max(axis=-1, keepdims=True, initial=0.0)
+    flushed = float(np.finfo(np.float32).smallest_normal) * want.sum_of_values
     finite = np.isfinite(want.lse) & np.isfinite(want.twin_lse)
     lse_error = np.abs(np.where(finite, want.twin_lse, 0.0) - np.where(finite, want.lse, 0.0))
     return (
-        2 * error + 2 * ulp(largest, dtype) + 2 * weights * want.values,
+        2 * error + 2 * ulp(largest, dtype) + 2 * weights * want.values + flushed,
         2 * lse_error.max(axis=-1, keepdims=True, initial=0.0) + noise,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn import reference
 from rawattn.testing.cases import Limits
-from rawattn.testing.closeness import Expected, Record, with_samples
+from rawattn.testing.closeness import Expected, Record, sum_of_values, with_samples
 from rawattn.testing.inputs import Array, Inputs, Results, Tensors, place
 
 
@@ -120,6 +120,7 @@ def expected(t: Tensors) -> Expected:
         twin_lse=twin_lse,
         values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
         terms=np.where(np.isfinite(terms), terms, 0.0) + np.where(np.isfinite(lse), abs(lse), 0.0),
+        sum_of_values=sum_of_values(t.v),
     )
 
 
