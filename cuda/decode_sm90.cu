@@ -39,6 +39,12 @@ constexpr int kDecodeConsumers = 256;  // threads
 constexpr int kLoaders = 4;            // warps
 constexpr int kAllConsumers = 3;       // named barrier; 1 and 2 are those of the warpgroups
 
+// All consumers meet. The instruction is for whole warps, whatever branches their lanes come from.
+__device__ __forceinline__ void sync_consumers() {
+  __syncwarp();
+  ptx::bar_sync(kAllConsumers, kDecodeConsumers);
+}
+
 // ---- The warps that bring keys and values ----
 
 // One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a warp
@@ -210,7 +216,7 @@ struct DecodeSm90Merge {
                                                 Warpgroup& group, const RowBlock<C>& rows,
                                                 const Parts& parts) {
     if (group.any) leave(smem, group);
-    ptx::bar_sync(kAllConsumers, kDecodeConsumers);
+    sync_consumers();
     if (row() < rows.count) {
       Sum x;
       x.template add<2>(
@@ -297,14 +303,14 @@ struct DecodeSm90Merge {
   static __device__ __forceinline__ void finish_segment(const DecodeSplitParams& p, Smem& smem,
                                                         const RowBlock<C>& rows,
                                                         const Parts& parts) {
-    ptx::bar_sync(kAllConsumers, kDecodeConsumers);  // the block's sums are written
+    sync_consumers();  // the block's sums are written
     if (threadIdx.x == 0) {
       __threadfence();  // and come first
       smem.arrived = atomicInc(reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot,
                                static_cast<unsigned>(parts.count - 1));
       __threadfence();  // and those of the others before what follows
     }
-    ptx::bar_sync(kAllConsumers, kDecodeConsumers);
+    sync_consumers();
     if (smem.arrived != parts.count - 1 || row() >= rows.count) return;
     Sum x;
 #pragma unroll 1
@@ -380,7 +386,7 @@ __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Sm
   while (more) {
     const RowBlock<C> rows(p, at, walk);
     stage_q(p, rows, smem.q);
-    ptx::bar_sync(kAllConsumers, kDecodeConsumers);  // and the sums of the part before are read
+    sync_consumers();  // and the sums of the part before are read
     group.begin(p, rows);
     const int first = uniform(walk.first + block_rank<C>()), last = uniform(walk.last);
     int turn = 0;

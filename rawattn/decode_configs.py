@@ -62,7 +62,7 @@ class DecodeSm90:
         """sizeof(DecodeSm90Smem<Config>): tiles, the sums of a part, barriers."""
         tiles = 2 * self.head_dim * (self.rows + 2 * self.stages * self.unit)
         sums = 8 * self.rows * (self.head_dim + 8)
-        return -(-(tiles + sums + 16 * self.stages + 4) // 1024) * 1024
+        return -(-(tiles + sums + 16 * self.stages + 12) // 1024) * 1024
 
     @property
     def slot_bytes(self) -> int:

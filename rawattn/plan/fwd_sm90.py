@@ -95,16 +95,18 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     """The prototype for a problem; None where heads are too wide."""
     fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
     tile = next(fits, None)
-    full, long = _full(p), max(p.max_q, p.max_k)
-    if tile is D64 and not full and long <= 4096:
+    # Not by `_full`: lengths may be smaller than their bounds, and a window that is wide enough for
+    # them gets the same bits as none, so the same tile.
+    causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
+    if tile is D64 and causal and long <= 4096:
         return SELF if long > 1024 else SELF_SHORT
     if tile is D64 and (long < 512 or (long <= 1024 and _pads(p, tile))):
         return SELF
-    if tile is D96 and long >= (4096 if full else 8192):
+    if tile is D96 and long >= (8192 if causal else 4096):
         return D96_LONG
     if tile is D192_128 and long >= 8192:
         return D192_128_LONG
-    if tile is D256 and (not full or long >= 2048):
+    if tile is D256 and (causal or long >= 2048):
         return D256_LONG
     return tile
 
