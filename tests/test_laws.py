@@ -73,6 +73,16 @@ FOUND = (
     Case(q_lens=(40,), k_lens=(70,), scale=0.0, causal=True),
     # NumPy picked another memory order for a product with one key, and a reshape copied it.
     Case(q_lens=(128,), k_lens=(1,), dtype="float16", q_heads=2, kv_heads=2, head_dim=64),
+    # Beside a sink, weights below float32's smallest normal number, which a GPU takes for 0.
+    Case(
+        q_lens=(252,),
+        k_lens=(4,),
+        head_dim=32,
+        value_dim=32,
+        layout="packed",
+        alibi="heads",
+        sink=True,
+    ),
 )
 
 

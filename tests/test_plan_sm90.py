@@ -166,6 +166,21 @@ def test_a_wide_window_gets_the_config_of_none(head_dim: int) -> None:
         assert launch_of(replace(problem, mask=Mask.of(False, window))) == launch_of(problem)
 
 
+@pytest.mark.parametrize("length", [70, 600, 1500, 5000, 9000])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_tiles_do_not_depend_on_how_wide_a_window_is(head_dim: int, length: int) -> None:
+    """Lengths may be smaller than their bounds: it may be wide enough for them."""
+    problem = replace(
+        PROBLEM, head_dim=head_dim, value_dim=head_dim, max_q=length, max_k=length, q_heads=4
+    )
+
+    def config(causal: bool, window: tuple[int, int]) -> object:
+        return launch_of(replace(problem, mask=Mask.of(causal, window))).config
+
+    assert config(False, (length // 2, length // 2)) == config(False, (-1, -1))
+    assert config(False, (length // 2, 0)) == config(True, (-1, -1))
+
+
 # ---- golden plans: who changes one shows rows of the bench from before and after -----------------
 
 GOLDEN = """

@@ -57,9 +57,11 @@ def ulp(x: Array, dtype: str) -> Array:
 
 
 def sum_of_values(v: Array) -> float:
-    """The largest sum of |v| over all keys, of a head's column; v is ([B,] S, H, D)."""
-    sums = np.abs(v.astype(np.float64)).reshape(-1, *v.shape[-2:]).sum(axis=0)
-    return float(sums.max(initial=0.0, where=np.isfinite(sums)))
+    """The largest sum of |v| over all keys, of a head's column; v is ([B,] S, H, D), NaN where no
+    key is.
+    """
+    sums = np.nansum(np.abs(v.astype(np.float64)).reshape(-1, *v.shape[-2:]), axis=0)
+    return float(sums.max(initial=0.0))
 
 
 def with_samples(v: Array, seed: int) -> Array:

@@ -282,7 +282,11 @@ def law_additive_in_values(op: Op, case: Case) -> None:
     (a, lse), (b, _) = run(op, t), run(op, other)
     x, y = expected(t), expected(other)
     want = replace(
-        x, out=expected(total).out, twin_out=x.twin_out + y.twin_out, values=x.values + y.values
+        x,
+        out=expected(total).out,
+        twin_out=x.twin_out + y.twin_out,
+        values=x.values + y.values,
+        sum_of_values=x.sum_of_values + y.sum_of_values,
     )
     assert_close((a + b, lse), want, case, op.record)
 
