@@ -52,6 +52,7 @@ def test_the_ledger_lists_nothing_else() -> None:
 
 
 LISTING = """
+R2UR UR16, R3 ;
 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT ;
 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;
 MUFU.EX2 R1, R1 ;
@@ -66,7 +67,7 @@ MUFU.EX2 R1, R1 ;
 
 
 def test_what_runs_under_pv() -> None:
-    assert sass.count(LISTING) == sass.Overlap(wgmma=4, waits=2, ex2=4, ex2_under_pv=2)
+    assert sass.count(LISTING) == sass.Overlap(wgmma=4, waits=2, ex2=4, ex2_under_pv=2, moves=1)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_what_runs_under_pv() -> None:
         ({"warnings": "(C7510) Potential Performance Loss"}, "C7510"),
         ({"wgmma": 48, "waits": 6}, None),
         ({"wgmma": 48, "waits": 48}, "48 waits for 48 wgmma: serialized"),
+        ({"wgmma": 48, "moves": 200}, "200 moves for 48 wgmma: guarded against divergence"),
     ],
 )
 def test_faults(changes: dict[str, Any], fault: str | None) -> None:

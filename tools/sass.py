@@ -2,8 +2,10 @@
 """What ptxas made of the wgmma of a kernel: how many, how often they are waited for, how much of
 the softmax runs beside them. Needs nvdisasm, which is a wheel; no GPU.
 
-ptxas may put a wait after every wgmma ("serialized"), or move the wait for P V in front of the
-exponentials that should run beside it. Both leave a kernel that is right and slow.
+ptxas may put a wait after every wgmma ("serialized"), move the wait for P V in front of the
+exponentials that should run beside it, or, where it cannot see that all lanes agree, guard each
+wgmma against divergence: moves to uniform registers and branches. All leave a kernel that is right
+and slow.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Overlap:
     waits: int = 0  # for groups of wgmma
     ex2: int = 0
     ex2_under_pv: int = 0  # between the issue of a group of P V and its wait
+    moves: int = 0  # to uniform registers, R2UR
 
 
 @functools.cache
@@ -54,7 +57,7 @@ def count(lines: Iterable[str]) -> Overlap:
     A wgmma with ``gsb0`` ends a group; its B is transposed where it is V. ``DEPBAR.LE gsb0, n``
     waits until the last n groups are left.
     """
-    wgmma = waits = ex2 = under_pv = 0
+    wgmma = waits = ex2 = under_pv = moves = 0
     in_flight: list[bool] = []  # groups, oldest first: whether they are of P V
     for line in lines:
         if "HGMMA" in line:
@@ -68,4 +71,6 @@ def count(lines: Iterable[str]) -> Overlap:
         elif "MUFU.EX2" in line:
             ex2 += 1
             under_pv += any(in_flight)
-    return Overlap(wgmma=wgmma, waits=waits, ex2=ex2, ex2_under_pv=under_pv)
+        elif "R2UR" in line:
+            moves += 1
+    return Overlap(wgmma=wgmma, waits=waits, ex2=ex2, ex2_under_pv=under_pv, moves=moves)
