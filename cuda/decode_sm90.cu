@@ -311,7 +311,8 @@ struct DecodeSm90Merge {
       __threadfence();  // and those of the others before what follows
     }
     sync_consumers();
-    // By one lane of a warp: the reader that racecheck sees arrive at barriers.
+    // One lane of a warp reads it. racecheck sometimes takes named barriers for no order, and reports
+    // this read, or that of a row's sums, in one run and not in the next.
     const int arrived = __reduce_max_sync(0xffffffffu, threadIdx.x % 32 == 0 ? smem.arrived : 0);
     if (arrived != parts.count - 1 || row() >= rows.count) return;
     Sum x;
