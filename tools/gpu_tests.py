@@ -49,11 +49,13 @@ Record = dict[str, Any]
 # ---- does the record belong to the sources? ------------------------------------------------------
 
 
-def sources_digest(code: Sequence[str] = LAUNCH_CODE) -> str:
-    """A digest of the kernels and of modules: of those that plan, compile and launch them."""
+def sources_digest(
+    code: Sequence[str] = LAUNCH_CODE, kernels: Sequence[str] = tuple(registry.KERNELS)
+) -> str:
+    """A digest of kernels and of modules: of those that plan, compile and launch them."""
     digest = hashlib.sha256()
-    for kernel in registry.KERNELS.values():
-        digest.update(compile.sources(kernel).digest.encode())
+    for kernel in kernels:
+        digest.update(compile.sources(registry.KERNELS[kernel]).digest.encode())
     for name in code:
         for path in sorted([*ROOT.glob(f"rawattn/{name}.py"), *ROOT.glob(f"rawattn/{name}/*.py")]):
             digest.update(_code(path.read_text()).encode())
