@@ -5,9 +5,9 @@
     python bench/table.py --write    put them into the pages, between two comments
 
 The README has attention alone, the kinds of cases that were measured at three lengths or more, and
-the peers that have figures there; docs/bench.md has all. Each table is followed by its picture,
-which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps take. A
-test holds the pages to the rows. Needs no GPU.
+the peers that are measured on every case; docs/bench.md has all. Each table is followed by its
+picture, which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps
+take. A test holds the pages to the rows. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import repeat
 from bench.cases import SUITES, Suite
 from bench.compare import FLOOR
-from bench.facets import Group, length, name, split
+from bench.facets import OTHERS, Group, length, name, split
 from bench.first_output import FIRST_OUTPUT
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
@@ -32,7 +33,6 @@ from bench.rows import RESULTS, ROOT, Row, groups, load
 README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
 PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
 IN_README = ("fwd_sm90", "decode", "fwd_sm80")
-OTHERS = ("cudnn_fp8", "read", "copy")  # that are no rivals: less precise, or no attention
 MOST = 20  # cells that are named
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
 NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
@@ -52,7 +52,19 @@ def markdown(page: str, results: Path = RESULTS) -> str:
         for rows in [load(path)]
         if any(row.backend == suite.backend for row in rows)
     ]
-    return "\n".join(tables) or NO_ROWS
+    return "\n".join([*tables, _spread(results)]) if tables else NO_ROWS
+
+
+def _spread(results: Path) -> str:
+    """To what the numbers repeat, and to what they did."""
+    text = f"Measured again, by `python bench/repeat.py`, numbers repeat: {repeat.stated()}."
+    for folder in sorted((results / "again").glob("*")):
+        rows = [row for path in folder.glob("*.csv") for row in load(path)]
+        if not rows:
+            continue
+        seen = repeat.sentence(repeat.offs(results / folder.name, folder))
+        text += f" {_list(r.gpu for r in rows)}, {_list(r.timestamp[:10] for r in rows)}: {seen}."
+    return f"{text}\n"
 
 
 def _installations(folder: Path) -> str:
@@ -115,7 +127,8 @@ def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     facets, kinds = split(newest, suite.backend, least)
     newest = [group for cells in kinds.values() for group in cells]
     figure = "TFLOP/s" if _compute_bound(suite, newest) else "GB/s"
-    peers = [p for p in suite.peers if least == 1 or any(p in group for group in newest)]
+    usual = [p for p in suite.peers if p not in suite.seldom and any(p in g for g in newest)]
+    peers = suite.peers if least == 1 else usual
     heads = [*facets, "lengths", figure, *(f"/ {name(p)}" for p in peers)]
     lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(peers))]
     lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
@@ -154,7 +167,8 @@ def _cells(suite: Suite, peers: Sequence[str], cells: Sequence[Group], figure: s
     line = [f"{len(lengths)}, {_range(lengths, 'd')}", _range(speeds, ".0f")]
     for peer in peers:
         pairs = [(group[peer], group[suite.backend]) for group in cells if peer in group]
-        line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f"))
+        some = f" ({len(pairs)} of {len(cells)})" if 0 < len(pairs) < len(cells) else ""
+        line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f") + some)
     return line
 
 

@@ -90,7 +90,9 @@ def test_the_table_spans_lengths_and_shows_gaps(tmp_path: Path) -> None:
         ],
     )
     made = table.markdown(page, results)
-    assert "| 64 | causal | 2, 512 to 4096 | 100 to 200 | 0.80 to 1.10 | 2.00 | - |\n" in made
+    assert (
+        "| 64 | causal | 2, 512 to 4096 | 100 to 200 | 0.80 to 1.10 | 2.00 (1 of 2) | - |\n" in made
+    )
     assert "| 128 | none | 1, 512 | 250 | 1.00 | - | - |\n" in made
     assert made.index("| 64 |") < made.index("| 128 | none") < made.index("| 128 | causal")
     assert "(../bench/results/nvidia-h200/fwd_sm80.csv)" in made and "cuDNN in 1.0" in made
