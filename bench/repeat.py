@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quick profile again, held to the committed rows: do the tables repeat?
 
-    python bench/repeat.py [--out DIR] [--json]          measure, then compare; four minutes
-    python bench/repeat.py --rows DIR [--json]           compare the rows of DIR, no GPU
+    python bench/repeat.py [--out DIR]       measure, then compare; four minutes
+    python bench/repeat.py --rows DIR        compare the rows of DIR, no GPU
 
 Each ratio of a peer's time to ours, and each time of ours, is compared with the committed one. The
 spread that the tables state is `USUAL` for nine ratios of ten, `MOST` for all of them, and `TIMES`
@@ -104,13 +104,13 @@ def stated() -> str:
     )
 
 
-def pairs(rows: Path) -> list[tuple[Path, Path]]:
-    """Committed and other folders of the GPUs that both have rows of. ValueError without any."""
+def pairs(before: Path, rows: Path) -> list[tuple[Path, Path]]:
+    """Folders of the GPUs that both have rows of. ValueError without any."""
     found = [
-        (RESULTS / folder.name, folder)
+        (before / folder.name, folder)
         for folder in sorted(rows.iterdir() if rows.is_dir() else ())
         if any((folder / f"{suite}.csv").exists() for suite in SUITES)
-        and (RESULTS / folder.name).is_dir()
+        and (before / folder.name).is_dir()
     ]
     if not found:
         raise ValueError(f"rows={str(rows)!r}: accepted is a folder as bench/results is")
@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=AGAIN, metavar="DIR", help="folder of rows")
     parser.add_argument("--rows", type=Path, metavar="DIR", help="compare these, measure nothing")
+    about = "what they are compared with (default: bench/results)"
+    parser.add_argument("--against", type=Path, default=RESULTS, metavar="DIR", help=about)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     args = parser.parse_args(argv)
     code = 0
@@ -130,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code not in (0, run.LEFT):
             return code
     try:
-        found = [x for pair in pairs(args.rows or args.out) for x in offs(*pair)]
+        found = [x for pair in pairs(args.against, args.rows or args.out) for x in offs(*pair)]
     except ValueError as error:
         print(f"bench/repeat.py: {error}", file=sys.stderr)
         return run.REFUSED

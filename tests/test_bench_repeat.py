@@ -23,10 +23,9 @@ def write(folder: Path, times: dict[str, tuple[float, float]], **values: Any) ->
 
 
 @pytest.fixture
-def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def committed(tmp_path: Path) -> Path:
     """Ten cases as they are committed: 100 us of ours, 200 of a peer."""
     folder = tmp_path / "bench" / "results"
-    monkeypatch.setattr(repeat, "RESULTS", folder)
     return write(folder, {str(i): (100.0, 200.0) for i in range(10)})
 
 
@@ -57,16 +56,17 @@ def test_what_is_not_in_both_is_not_compared(committed: Path) -> None:
 
 
 def test_as_a_program(committed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    against = ["--against", str(committed)]
     good = write(tmp_path / "good", {"3": (100.0, 204.0)})
     bad = write(tmp_path / "bad", {"3": (100.0, 300.0)})
-    assert repeat.main(["--rows", str(good)]) == 0
+    assert repeat.main(["--rows", str(good), *against]) == 0
     assert "1 of 1 ratios within 3 %, the farthest +2.0 % (3, FlashAttention-3)" in (
         capsys.readouterr().out
     )
-    assert repeat.main(["--rows", str(bad), "--json"]) == 1
+    assert repeat.main(["--rows", str(bad), "--json", *against]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["repeats"] is False and facts["off"][0]["peer"] == "fa3"
-    assert repeat.main(["--rows", str(tmp_path / "none")]) == run.REFUSED
+    assert repeat.main(["--rows", str(tmp_path / "none"), *against]) == run.REFUSED
     assert "accepted is a folder as bench/results is" in capsys.readouterr().err
 
 
@@ -87,11 +87,12 @@ def test_it_measures_the_quick_cells(
 
     monkeypatch.setattr(run, "main", measure)
     out = ["--out", str(tmp_path / "out")]
-    assert repeat.main([*out, "--json"]) == run.LEFT
+    against = ["--against", str(committed)]
+    assert repeat.main([*out, *against, "--json"]) == run.LEFT
     assert lines == [["--quick", "--again", *out]]
     assert json.loads(capsys.readouterr().out)["repeats"] is True
     left = run.WRONG
-    assert repeat.main(out) == run.WRONG
+    assert repeat.main([*out, *against]) == run.WRONG
 
 
 def test_the_pages_say_what_was_seen(committed: Path) -> None:
