@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -83,8 +84,18 @@ def _installations(folder: Path) -> str:
     walk = [["step", "seconds"], ["---", "---:"]]
     walk += [[f"{row.step}", f"{row.seconds:.1f}"] for row in steps.values()]
     tables = [_table(part) for part in (lines, walk) if len(part) > 2]
-    cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
-    return "\n".join(tables) + (f"\nThe steps on {cores}.\n" if steps else "")
+    told = _when(stacks.values(), "Stacks")
+    if steps:
+        cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
+        told += _when(steps.values(), f"Steps on {cores}")
+    return "\n".join(tables) + (f"\n{told.strip()}\n" if tables else "")
+
+
+def _when(rows: Iterable[Any], what: str) -> str:
+    """Which code was measured, and when; nothing without rows."""
+    rows = list(rows)
+    days, commits = _list(r.timestamp[:10] for r in rows), _list(r.commit for r in rows)
+    return f" {what}: {days}, commit {commits}." if rows else ""
 
 
 def _first_outputs(results: Path) -> str:

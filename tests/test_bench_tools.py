@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench import compare, first_output, install_size, run
+from bench import compare, first_output, install_size, newcomer, run
 from bench.cases import SUITES
-from bench.rows import RESULTS, Row, append, load, results_path, sources_digest
+from bench.rows import RESULTS, ROOT, Row, append, load, results_path, sources_digest
 from rawattn.device import Device
 from tests.bench_rows import row
 
@@ -298,3 +298,39 @@ def test_first_outputs_share_a_cache_in_each_round(monkeypatch: pytest.MonkeyPat
     numpy = "import numpy, rawattn; cupy = numpy"
     code = first_output.OURS.replace("import cupy, numpy, rawattn", numpy)
     exec(code, {})
+
+
+# ---- newcomer ------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_newcomer_are_timed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an environment without ours; a step that fails is told, and ends the run."""
+    monkeypatch.setenv("RAWATTN_BACKEND", "x")
+    monkeypatch.setenv("PYTHONPATH", "x")
+    steps = {
+        "good": [
+            "sh",
+            "-c",
+            'test -z "$RAWATTN_BACKEND$PYTHONPATH" && test -n "$RAWATTN_CACHE_DIR"',
+        ],
+        "bad": ["sh", "-c", "echo something; echo no compiler; exit 3"],
+        "after": ["sh", "-c", "exit 0"],
+    }
+    monkeypatch.setattr(newcomer, "steps", lambda clone: steps)
+    assert newcomer.main(["--out", str(tmp_path)]) == 1
+    rows = load(tmp_path / "install" / "newcomer.csv", newcomer.StepRow)
+    assert [(r.step, r.result) for r in rows] == [
+        ("good", "ok"),
+        ("bad", "exit code 3: no compiler"),
+    ]
+    assert "something" in capsys.readouterr().err
+
+
+def test_a_newcomer_takes_the_steps_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for step in newcomer.steps(Path("clone")):
+        assert step in readme or step == "first own call"
+    compile(newcomer.first_call(readme), "README", "exec")
+    assert newcomer.ACTIVATE in readme
