@@ -34,7 +34,7 @@ from bench.rows import RESULTS, ROOT, Row, groups, load
 README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
 PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
 IN_README = ("fwd_sm90", "decode", "fwd_sm80")
-MOST = 20  # cells that are named
+WORST = 4  # cells where a peer is faster that the README names; docs/bench.md names all
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
 NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 
@@ -134,8 +134,8 @@ def _span(text: str) -> tuple[int, int]:
 
 def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     """A line for each kind of case with so many lengths, and what the numbers are."""
-    newest = [group for group in groups(rows).values() if suite.backend in group]
-    facets, kinds = split(newest, suite.backend, least)
+    every = [group for group in groups(rows).values() if suite.backend in group]
+    facets, kinds = split(every, suite.backend, least)
     newest = [group for cells in kinds.values() for group in cells]
     figure = "TFLOP/s" if _compute_bound(suite, newest) else "GB/s"
     usual = [p for p in suite.peers if p not in suite.seldom and any(p in g for g in newest)]
@@ -145,11 +145,13 @@ def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
     missing = [name(p) for p in suite.peers if p not in {row.backend for row in rows}]
     caption = _caption(suite, path, newest, figure, missing)
-    return f"{_table(lines)}\n{caption}{_behind(suite, newest) if least == 1 else ''}"
+    return f"{_table(lines)}\n{caption}{_behind(suite, every, None if least == 1 else WORST)}"
 
 
-def _behind(suite: Suite, groups: Sequence[Group]) -> str:
-    """The cells where a peer that does the same was faster, and the share of its speed of ours."""
+def _behind(suite: Suite, groups: Sequence[Group], most: int | None) -> str:
+    """The cells where a peer that does the same was faster, and the share of its speed of ours; so
+    many of them, or all.
+    """
     found = []
     for group in groups:
         ours = group[suite.backend]
@@ -159,10 +161,11 @@ def _behind(suite: Suite, groups: Sequence[Group]) -> str:
             found.append((best.p50_us / ours.p50_us, ours.case, name(best.backend)))
     if not found:
         return ""
-    shown = "; ".join(f"{case} {ratio:.2f} of {peer}" for ratio, case, peer in sorted(found)[:MOST])
-    more = f"; {len(found) - MOST} more" if len(found) > MOST else ""
+    shown = "; ".join(f"{case} {ratio:.2f} of {peer}" for ratio, case, peer in sorted(found)[:most])
+    hidden = len(found) - (len(found) if most is None else most)
+    more = f"; {hidden} more [there]({ALL})" if hidden > 0 else ""
     count = f"{len(found)} of {len(groups)} cells"
-    return f"\nA peer was more than 1 % faster in {count}: {shown}{more}.\n"
+    return f"\nA peer was more than {100 * FLOOR:g} % faster in {count}, ours at: {shown}{more}.\n"
 
 
 def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:
