@@ -5,10 +5,16 @@ Each round first occupies the stream with a kernel that only waits, then submits
 between two events. Where the wait ended before everything was submitted, the round is thrown away
 and repeated behind a longer wait. So the GPU always has the next launch at hand, and what the
 events hold is GPU time alone.
+
+What a launch takes depends on what ran before it: whether its code is still in the caches, and what
+clock the power of that has left. So each timed launch follows one of its own that is not timed, in
+an order that is drawn anew for each round: it does not matter who else is measured, or in which
+place.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,6 +23,7 @@ Runs = dict[str, Callable[[], Any]]
 
 FIRST_WAIT_US = 400.0
 LONGEST_WAIT_US = 400_000.0
+LEAST_ROUNDS, SECONDS = 11, 4.0  # of a case whose launches are long
 CYCLES_PER_US = 2000  # a GPU with a slower clock waits longer, which is harmless
 
 
@@ -74,7 +81,7 @@ def clear_l2(size: int) -> Callable[[], Any]:
     return lambda: buffer.sum(out=result)
 
 
-def warm_up(runs: Runs, stream: Stream, seconds: float = 0.05) -> None:
+def warm_up(runs: Runs, stream: Stream, seconds: float = 0.1) -> None:
     """Run every candidate at least twice, and all of them for `seconds`."""
     start, rounds = time.perf_counter(), 0
     while rounds < 2 or time.perf_counter() - start < seconds:
@@ -87,18 +94,22 @@ def warm_up(runs: Runs, stream: Stream, seconds: float = 0.05) -> None:
 def interleave(
     runs: Runs, stream: Stream, *, rounds: int, before: Callable[[], Any] | None = None
 ) -> dict[str, list[float]]:
-    """Microseconds of each launch, `rounds` a candidate; the order rotates by one each round.
+    """Microseconds of each launch, `rounds` a candidate; fewer, but LEAST_ROUNDS, after SECONDS.
 
-    `before` runs ahead of every timed launch, outside its events. RuntimeError where the host
-    cannot submit a round within the longest wait.
+    `before` runs between the launch that is not timed and the one that is, outside its events.
+    RuntimeError where the host cannot submit a round within the longest wait.
     """
+    start_s = time.perf_counter()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order, wait, done = list(runs), FIRST_WAIT_US, 0
+    wait, done, drawn = FIRST_WAIT_US, 0, random.Random(0)
     while done < rounds:
+        if done >= LEAST_ROUNDS and time.perf_counter() - start_s > SECONDS:
+            break
         stream.wait(wait)
         gate = stream.record()
         events = {}
-        for name in order:
+        for name in drawn.sample(list(runs), len(runs)):
+            runs[name]()
             if before is not None:
                 before()
             start = stream.record()
@@ -116,5 +127,4 @@ def interleave(
         for name, (start, end) in events.items():
             times[name].append(stream.elapsed_us(start, end))
         done += 1
-        order = order[1:] + order[:1]
     return times
