@@ -37,7 +37,8 @@ class PretendedStream:
 
 
 @pytest.mark.parametrize("host_us", [1.0, 300.0])
-def test_events_hold_gpu_time_alone(host_us: float) -> None:
+def test_events_hold_gpu_time_alone(host_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer, "SHORT_SECONDS", 60.0)
     stream = PretendedStream(host_us)
     launches: list[str] = []
 
@@ -47,14 +48,19 @@ def test_events_hold_gpu_time_alone(host_us: float) -> None:
     runs = {"a": run("a", 5.0), "b": run("b", 7.0), "c": run("c", 2.0)}
     times = timer.interleave(runs, stream, rounds=6)
     assert times == {
-        "a": [pytest.approx(5.0)] * 6,
-        "b": [pytest.approx(7.0)] * 6,
-        "c": [pytest.approx(2.0)] * 6,
+        "a": [pytest.approx(5.0)] * 24,
+        "b": [pytest.approx(7.0)] * 24,
+        "c": [pytest.approx(2.0)] * 24,
     }
-    rounds = "".join(launches)[-6 * 6 :]  # the last of them, two launches of each candidate
-    orders = {rounds[i : i + 6] for i in range(0, 36, 6)}
-    assert all(sorted(o[::2]) == ["a", "b", "c"] and o[::2] == o[1::2] for o in orders)
-    assert len(orders) > 2
+    # a round: two launches of each candidate, behind those of the one that is last in it
+    rounds = ["".join(launches)[-8 * i :][:8] for i in range(24, 0, -1)]
+    assert all(order[::2] == order[1::2] and order[0] == order[-1] for order in rounds)
+    orders = [order[2::2] for order in rounds]
+    assert len(set(orders)) > 3
+    for i in range(0, 24, 3):  # each is once in each place
+        assert all(
+            sorted(place) == ["a", "b", "c"] for place in zip(*orders[i : i + 3], strict=True)
+        )
 
 
 def test_a_time_does_not_depend_on_the_company() -> None:
@@ -72,14 +78,20 @@ def test_a_time_does_not_depend_on_the_company() -> None:
 
     for names in ("ab", "ba", "acb", "a"):
         times = timer.interleave({n: run(n) for n in names}, stream, rounds=5)
-        assert times["a"] == [pytest.approx(5.0)] * 5
+        assert times["a"] == [pytest.approx(5.0)] * len(times["a"])
 
 
-def test_long_launches_have_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer, "SECONDS", 0.0)
-    stream = PretendedStream()
-    times = timer.interleave({"a": lambda: stream.enqueue(5.0)}, stream, rounds=25)
-    assert len(times["a"]) == timer.LEAST_ROUNDS
+def test_long_launches_have_fewer_rounds_and_short_ones_more() -> None:
+    def count(rounds: int, seconds: float) -> int:
+        """Rounds that take so long each."""
+        done = 0
+        while timer.goes_on(done, rounds, done * seconds):
+            done += 1
+        return done
+
+    assert count(25, 1.0) == timer.LEAST_ROUNDS and count(5, 10.0) == 5
+    assert count(25, 0.01) == 25
+    assert 25 < count(25, 0.002) < 100 == count(25, 0.0)
 
 
 def test_what_runs_before_a_launch_is_not_timed() -> None:
@@ -87,7 +99,7 @@ def test_what_runs_before_a_launch_is_not_timed() -> None:
     times = timer.interleave(
         {"a": lambda: stream.enqueue(5.0)}, stream, rounds=3, before=lambda: stream.enqueue(50.0)
     )
-    assert times == {"a": [pytest.approx(5.0)] * 3}
+    assert times == {"a": [pytest.approx(5.0)] * len(times["a"])}
 
 
 def test_a_host_that_never_catches_up_is_an_error() -> None:
