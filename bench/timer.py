@@ -8,9 +8,9 @@ events hold is GPU time alone.
 
 What a launch takes depends on what ran before it: whether its code is still in the caches, what
 clock the power of that has left, and whether it is the first after the wait. So each timed launch
-follows one of its own that is not timed, a round begins with one that does not count, and in as many
-rounds as there are candidates, each is once in each place. Medians of one case then repeat within
-2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
+follows one of its own that is not timed, a round begins with one that does not count, and in as
+many rounds as there are candidates, each is once in each place. Medians of one case then repeat
+within 2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
 results/nvidia-h200/tuning/timer.csv).
 """
 
