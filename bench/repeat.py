@@ -5,9 +5,8 @@
     python bench/repeat.py --rows DIR        compare the rows of DIR, no GPU
 
 Each ratio of a peer's time to ours, and each time of ours, is compared with the committed one. The
-spread that the tables state is `USUAL` for nine ratios of ten, `MOST` for all of them, twice that
-where a launch is short, and `TIMES` for times. Peers of another version are left out; so are cases
-that only one side has.
+spread that the tables state is `USUAL` for nine ratios of ten, `MOST` for all of them, and `TIMES`
+for times. Peers of another version are left out; so are cases that only one side has.
 
 Exits with 0 where all lie within it, 1 where not or there is no GPU, 2 where there is nothing to
 compare, 3 where cases are left.
@@ -31,9 +30,12 @@ from bench.facets import name
 from bench.rows import RESULTS, groups, load
 
 AGAIN = RESULTS / "again"
-USUAL, MOST, TIMES = 0.03, 0.06, 0.10  # shares: of nine ratios in ten, of every ratio, of times
+# Shares: of nine ratios in ten, of every ratio, of times. Among three runs of a day on two or three
+# H200s ratios between FlashAttention-3, cuDNN and FlashAttention-2, whose code was the same, moved by
+# up to 2.5 % in nine cells of ten and by 7 % at most, their times by 11 %: the power that a GPU may
+# draw makes another clock of another temperature.
+USUAL, MOST, TIMES = 0.03, 0.08, 0.12
 SHARE = 0.9  # of the ratios that must lie within USUAL
-SHORT_US = 20.0  # below which half a microsecond, to which events repeat, is more than 2 %
 SHOWN = 8  # ratios that are printed
 
 
@@ -46,18 +48,11 @@ class Off:
     peer: str  # empty: the time of ours
     before: float  # peer's time over ours, or microseconds
     after: float
-    shortest_us: float  # of the launches that it is made of
 
     @property
     def share(self) -> float:
         """How far off it is: 0.02 is 2 % more than committed."""
         return self.after / self.before - 1
-
-    @property
-    def forgiven(self) -> float:
-        """How far off it may be."""
-        most = MOST if self.peer else TIMES
-        return 2 * most if self.shortest_us < SHORT_US else most
 
 
 def offs(before: Path, after: Path) -> list[Off]:
@@ -71,28 +66,27 @@ def offs(before: Path, after: Path) -> list[Off]:
             if suite.backend not in a or suite.backend not in b:
                 continue
             ours = a[suite.backend].p50_us, b[suite.backend].p50_us
-            found.append(_off(suite.name, case, "", ours, min(ours)))
+            found.append(_off(suite.name, case, "", *ours))
             for peer in a.keys() & b.keys():
                 if not a[peer].peer_version or a[peer].peer_version != b[peer].peer_version:
                     continue
                 theirs = a[peer].p50_us, b[peer].p50_us
                 ratios = theirs[0] / ours[0], theirs[1] / ours[1]
-                found.append(_off(suite.name, case, peer, ratios, min(*ours, *theirs)))
+                found.append(_off(suite.name, case, peer, *ratios))
     if not found:
         raise ValueError(f"{before} and {after}: accepted are folders with a case in common")
     return sorted(found, key=lambda x: (-abs(x.share), x.suite, x.case, x.peer))
 
 
-def _off(suite: str, case: str, peer: str, both: tuple[float, float], shortest: float) -> Off:
-    before, after = both
-    return Off(suite=suite, case=case, peer=peer, before=before, after=after, shortest_us=shortest)
+def _off(suite: str, case: str, peer: str, before: float, after: float) -> Off:
+    return Off(suite=suite, case=case, peer=peer, before=before, after=after)
 
 
 def repeats(found: Sequence[Off]) -> bool:
     """Whether all of it lies within the spread that is stated."""
     ratios = [abs(x.share) for x in found if x.peer]
     usual = sum(share <= USUAL for share in ratios) >= SHARE * len(ratios)
-    return usual and all(abs(x.share) <= x.forgiven for x in found)
+    return usual and all(abs(x.share) <= (MOST if x.peer else TIMES) for x in found)
 
 
 def sentence(found: Sequence[Off]) -> str:
@@ -112,8 +106,7 @@ def stated() -> str:
     """The spread, for people."""
     return (
         f"nine ratios of ten within {100 * USUAL:g} %, all within {100 * MOST:g} %, our times "
-        f"within {100 * TIMES:g} %; twice the latter two where a launch takes less than "
-        f"{SHORT_US:g} us"
+        f"within {100 * TIMES:g} %"
     )
 
 
