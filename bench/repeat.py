@@ -31,9 +31,9 @@ from bench.rows import RESULTS, groups, load
 
 AGAIN = RESULTS / "again"
 # Shares: of nine ratios in ten, of every ratio, of times. In three runs of a day on H200s, ratios
-# between FlashAttention-3, cuDNN and FlashAttention-2, whose code was the same, moved by up to 2.5 %
-# in nine cells of ten and by 7 % at most, their times by 11 %: a GPU that may draw so much power has
-# another clock at another temperature.
+# between FlashAttention-3, cuDNN and FlashAttention-2, whose code was the same, moved by up to
+# 2.5 % in nine cells of ten and by 7 % at most, their times by 11 %: a GPU that may draw so much
+# power has another clock at another temperature.
 USUAL, MOST, TIMES = 0.03, 0.08, 0.12
 SHARE = 0.9  # of the ratios that must lie within USUAL
 SHOWN = 8  # ratios that are printed

@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, help="one suite (default: all)")
     parser.add_argument("--case", metavar="PATTERN", help="cases that match a shell pattern")
-    parser.add_argument("--peers", metavar="NAMES", help="some peers, by commas (default: all)")
+    parser.add_argument("--peers", metavar="NAMES", help="these, by commas (default: a case's)")
     parser.add_argument("--quick", action="store_true", help="few cells and rounds, four minutes")
     parser.add_argument("--again", action="store_true", help="measure cases that have rows already")
     parser.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")
