@@ -55,10 +55,7 @@ def natural(name: str, value: Any) -> int | None:
 
 def check_cache_scale(name: str, value: Any) -> float:
     """A scale of an 8-bit cache that is a number."""
-    number = check_scalar(name, value, positive=True)
-    if number == 0:
-        raise ValueError(f"{name}={value!r}: accepted are numbers above 0")
-    return number
+    return check_scalar(name, value, positive=True, zero=False)
 
 
 def scale_of(

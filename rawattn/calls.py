@@ -18,9 +18,9 @@ import numpy as np
 
 from rawattn import launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
-from rawattn.forward import Prepared, Preparer, Settings
+from rawattn.forward import Prepared, Preparer
 from rawattn.paged_problem import PagedProblem
-from rawattn.plan import NAMES, Backend, Plan
+from rawattn.plan import Plan
 from rawattn.request import Neighbours, check_apart, check_same_values
 
 Fields = tuple[Any, ...]
@@ -278,22 +278,3 @@ class Steps:
         specs = {name: ref.spec for name, ref in named.items()}
         template = launch.Template(plan, self.device, scalars, specs)
         self.steps.append(Step(template, tuple((ref.place, ref.offset) for ref in named.values())))
-
-
-def check_backend(backend: Any) -> str | None:
-    """The argument; TypeError for what is neither a name nor None."""
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
-    return backend
-
-
-def forced_backend(asked: str | None, backends: Sequence[Backend]) -> str | None:
-    """The backend that the caller asks for, or RAWATTN_BACKEND where it is one of these.
-
-    The latter may name a backend of another operation, which leaves this one alone; ValueError
-    where it names none.
-    """
-    named = Settings.read().backend
-    if named is not None and named not in NAMES:
-        raise ValueError(f"RAWATTN_BACKEND={named!r}: accepted are {', '.join(NAMES)}")
-    return asked or (named if named in {b.name for b in backends} else None)

@@ -22,10 +22,8 @@ from rawattn.calls import (
     Steps,
     Views,
     check_workspace,
-    forced_backend,
 )
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.merge_call import MergeOptions, States, merge_problem, merge_scalars
 from rawattn.paged_call import LSE, OUT, PARAMS, WORKSPACE, Request, accepted, paged_result, scalars
 from rawattn.paged_call import operation as paged_operation
@@ -39,6 +37,7 @@ from rawattn.problem import Mask, Rows
 from rawattn.reference import Array, merge_states
 from rawattn.reference_paged import gather_cache
 from rawattn.request import check_each, neighbours
+from rawattn.settings import Settings, forced_backend
 
 
 def operation(names: PagedArrays, words: Any) -> Operation:

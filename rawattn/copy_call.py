@@ -13,12 +13,13 @@ import numpy as np
 from rawattn.arrays import DTYPES, Spec, SpecKey, View, check_layout, to_device, to_host
 from rawattn.cache_problem import CopyBlocksProblem
 from rawattn.cache_request import check_slab
-from rawattn.calls import Kind, Operation, Ref, Steps, Views, check_backend, forced_backend
+from rawattn.calls import Kind, Operation, Ref, Steps, Views
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.paged_tables import check_entries
 from rawattn.plan import kv_write
+from rawattn.problem import check_backend
 from rawattn.request import check_one_device, expect, neighbours
+from rawattn.settings import Settings, forced_backend
 
 WIDTHS = (16, 4, 1)  # of copies, in bytes
 NOTHING = CopyBlocksProblem(caches=0, pairs=0, block_bytes=0)

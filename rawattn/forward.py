@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -20,7 +19,7 @@ import numpy as np
 from rawattn import host, launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
 from rawattn.device import Device
-from rawattn.plan import Plan, plan
+from rawattn.plan import BACKENDS, Plan, plan
 from rawattn.problem import Problem, check_scalar
 from rawattn.request import (
     Arrays,
@@ -35,26 +34,11 @@ from rawattn.request import (
     problem_of,
     result_shapes,
 )
+from rawattn.settings import Settings, forced_backend
 
 LOG2_E = math.log2(math.e)
 
 Fields = tuple[Any, ...]  # of Arrays or Options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the environment says. A process reads it once, at its first call."""
-
-    backend: str | None  # RAWATTN_BACKEND
-    check: bool  # RAWATTN_CHECK
-
-    @staticmethod
-    @functools.cache
-    def read() -> Settings:
-        return Settings(
-            backend=os.environ.get("RAWATTN_BACKEND") or None,
-            check=os.environ.get("RAWATTN_CHECK", "0") not in ("", "0"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +180,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     )
     new = [(n, spec) for n, spec in enumerate(specs) if spec is not None and keys[n] is None]
     target = Device.host() if device is None else Device.current(device)
-    settings = Settings.read()
-    backend = settings.backend if options.backend is None else options.backend
-    chosen = plan(problem, target, backend)
+    chosen = plan(problem, target, forced_backend(options.backend, BACKENDS))
     softcap = float(options.softcap)
     template = None
     if device is not None:
@@ -211,7 +193,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
         scale=scale,
         softcap=softcap,
         template=template,
-        tables=any(given[5:]) and (device is None or settings.check),
+        tables=any(given[5:]) and (device is None or Settings.read().check),
         neighbours=neighbours(given),
     )
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from rawattn.arrays import DTYPES, Spec, SpecKey, View, to_host
 from rawattn.cache_request import Cache, cache_strides, steps
-from rawattn.calls import ABSENT, Kind, Operation, Ref, Steps, forced_backend
+from rawattn.calls import ABSENT, Kind, Operation, Ref, Steps
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.kv_write_request import Appended, WriteArrays, WriteOptions, plain, problem_of
 from rawattn.paged_host import scale
 from rawattn.paged_problem import PagedProblem
@@ -19,6 +18,7 @@ from rawattn.paged_tables import check_scales
 from rawattn.plan import kv_write
 from rawattn.reference_paged import write_cache
 from rawattn.request import neighbours
+from rawattn.settings import Settings, forced_backend
 
 NAMES = WriteArrays(
     "key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"

@@ -22,7 +22,7 @@ from rawattn.cache_request import (
 )
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.paged_request import PagedArrays
-from rawattn.problem import CacheLayout
+from rawattn.problem import CacheLayout, check_backend
 from rawattn.request import check_one_device, expect
 
 
@@ -51,15 +51,13 @@ class WriteOptions(NamedTuple):
 
 def plain(o: WriteOptions) -> WriteOptions:
     """The options in one type each; TypeError or ValueError for what is not accepted."""
-    if o.backend is not None and not isinstance(o.backend, str):
-        raise TypeError(f"backend={o.backend!r}: accepted are None and the name of a backend")
     return WriteOptions(
         layout=choice("layout", o.layout, [layout.value for layout in CacheLayout]),
         kv_cache_dtype=cache_choice(o.kv_cache_dtype),
         k_scale=check_cache_scale("k_scale", o.k_scale),
         v_scale=check_cache_scale("v_scale", o.v_scale),
         dtype=None if o.dtype is None else dtype_name("dtype", o.dtype),
-        backend=o.backend,
+        backend=check_backend(o.backend),
     )
 
 

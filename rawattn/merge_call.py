@@ -12,15 +12,15 @@ import numpy as np
 from rawattn.arrays import DTYPES, FLOATS, Spec, SpecKey, check_layout, contiguous, dtype_name
 from rawattn.cache_problem import MergeProblem
 from rawattn.cache_request import check_cache_scale, natural, steps
-from rawattn.calls import ABSENT, Fields, Kind, Operation, Ref, Steps, Views, check_backend
-from rawattn.calls import forced_backend as forced
+from rawattn.calls import ABSENT, Fields, Kind, Operation, Ref, Steps, Views
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.paged_tables import check_scales
 from rawattn.plan import merge
+from rawattn.problem import check_backend
 from rawattn.reference import merge_states
 from rawattn.reference_paged import quantized
 from rawattn.request import check_one_device, expect, flag, neighbours
+from rawattn.settings import Settings, forced_backend
 
 FP8 = "float8_e4m3fn"
 
@@ -142,7 +142,7 @@ def resolve(names: MergeArrays, keys: tuple[SpecKey | None, ...], options: Merge
             check_layout(name, spec, output=name in (names.out, names.lse))
     problem = merge_problem(states, out, out_dtype)
     target = Device.host() if device is None else Device.current(device)
-    chosen = merge.plan(problem, target, forced(options.backend, merge.BACKENDS))
+    chosen = merge.plan(problem, target, forced_backend(options.backend, merge.BACKENDS))
     specs = given._replace(out=out, lse=lse)
     made = None if device is None else _steps(device, chosen, states, specs, options)
     return Kind(

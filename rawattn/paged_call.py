@@ -25,10 +25,9 @@ from rawattn.calls import (
     Steps,
     Views,
     check_workspace,
-    forced_backend,
 )
 from rawattn.device import Device
-from rawattn.forward import LOG2_E, Settings
+from rawattn.forward import LOG2_E
 from rawattn.kv_write_call import append_scalars, rotary_scalars
 from rawattn.kv_write_request import Appended, appended
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
@@ -39,6 +38,7 @@ from rawattn.plan import paged as paged_plan
 from rawattn.problem import MAX_LENGTH
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import expect, neighbours, result_shapes
+from rawattn.settings import Settings, forced_backend
 
 OUT, LSE = (PagedArrays._fields.index(name) for name in ("out", "lse"))
 SCRATCH = [PagedArrays._fields.index(name) for name in ("exp_sum", "max_logits", "tmp_out")]

@@ -137,6 +137,13 @@ class Problem:
 # ---- arguments ----
 
 
+def check_backend(backend: Any) -> str | None:
+    """The argument; TypeError for what is neither a name nor None."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
+    return backend
+
+
 def check_causal(causal: Any) -> bool | str:
     """The argument, if it is one of the four that are accepted."""
     accepted = "accepted are False, True, 'bottom_right' and 'top_left'"
@@ -161,10 +168,11 @@ def check_window(window_size: Any) -> tuple[int, int]:
     return window
 
 
-def check_scalar(name: str, value: Any, *, positive: bool = False) -> float:
+def check_scalar(name: str, value: Any, *, positive: bool = False, zero: bool = True) -> float:
     """A number that float32 holds, also times log2(e), and over or under another such number.
 
-    TypeError for what is no number, ValueError for others; both name the argument.
+    `positive`: none below 0 is accepted; `zero`: 0 is. TypeError for what is no number, ValueError
+    for others; both name the argument.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r}: accepted is a number, found {type(value).__qualname__}")
@@ -173,9 +181,9 @@ def check_scalar(name: str, value: Any, *, positive: bool = False) -> float:
     except OverflowError:
         number = math.inf
     size = number if positive else abs(number)
-    if number and not SMALLEST <= size <= LARGEST:
-        signs = "" if positive else "of either sign "
+    if not (zero and number == 0) and not SMALLEST <= size <= LARGEST:
+        also, signs = "0 and " if zero else "", "" if positive else "of either sign "
         raise ValueError(
-            f"{name}={number}: accepted are 0 and numbers {signs}from {SMALLEST} to {LARGEST}"
+            f"{name}={number}: accepted are {also}numbers {signs}from {SMALLEST} to {LARGEST}"
         )
     return number

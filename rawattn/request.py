@@ -19,6 +19,7 @@ from rawattn.problem import (
     Problem,
     Rows,
     Scores,
+    check_backend,
     check_causal,
     check_scalar,
     check_window,
@@ -80,9 +81,7 @@ def plain(options: Options) -> Options:
     """
     if (*map(type, options),) in PLAIN and INTEGERS.issuperset(map(type, options.window_size)):
         return options
-    scale, dtype, backend = options.softmax_scale, options.dtype, options.backend
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
+    scale, dtype, backend = options.softmax_scale, options.dtype, check_backend(options.backend)
     return Options(
         softmax_scale=None if scale is None else check_scalar("softmax_scale", scale),
         causal=check_causal(python_bool(options.causal)),

@@ -117,7 +117,7 @@ BAD_MERGES: Bad = [
     ({"output_lse": zeros(5, 4)}, VALUE, "output_lse has shape (5, 4): accepted is (4, 5)"),
     ({"output": zeros(5, 4, 16, dtype=F16)}, TYPE, "output has dtype float16: accepted is float32"),
     ({"output_scale": 0.5}, VALUE, "output is None: with output_scale accepted is an array"),
-    ({"output_scale": 0.0}, VALUE, "output_scale=0.0: accepted are numbers above 0"),
+    ({"output_scale": 0.0}, VALUE, "output_scale=0.0: accepted are numbers from 1e-18"),
     ({"output_scale": 1.0, "output": zeros(5, 4, 16)}, TYPE, "output has dtype float32: accepted"),
     ({"output_scale": zeros(2)}, VALUE, "output_scale has shape (2,): accepted is (1,)"),
     ({"prefill_tokens_with_context": -1}, VALUE, "prefill_tokens_with_context=-1: accepted are"),
