@@ -87,28 +87,30 @@ def scale_of(
     return shapes[spec.shape]
 
 
+DENSE = BlockSparse(0, 0, 64, 0, 0)  # what callers leave as it is where heads see all keys
+
+
 def check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
     """The arguments in one type each; None where they hide no key."""
     if sparse is None:
         return None
-    found = {}
-    for name, value in zip(BlockSparse._fields, sparse, strict=True):
-        argument = name if name == "tp_rank" else f"blocksparse_{name}"
-        number = count(argument, value)
-        least = -MAX_LENGTH if name == "head_sliding_step" else 0
-        if number is None or not least <= number <= MAX_LENGTH:
-            raise ValueError(f"{argument}={value!r}: accepted are integers from {least}")
-        found[name] = number
-    checked = BlockSparse(**found)
+    least = BlockSparse(0, 0, 1, -MAX_LENGTH, 0)
+    names = [name if name == "tp_rank" else f"blocksparse_{name}" for name in BlockSparse._fields]
+    found = []
+    for name, value, low in zip(names, sparse, least, strict=True):
+        number = count(name, value)
+        if number is None or not low <= number <= MAX_LENGTH:
+            raise ValueError(f"{name}={value!r}: accepted are integers from {low} to {MAX_LENGTH}")
+        found.append(number)
+    checked = BlockSparse(*found)
     if checked.vert_stride > 1:
-        if checked.block_size == 0:
-            raise ValueError("blocksparse_block_size=0: accepted are integers from 1")
         return checked
-    for name in ("local_blocks", "head_sliding_step"):
-        if found[name]:
+    stride = f"blocksparse_vert_stride={checked.vert_stride}"
+    for name, number, default in zip(names, checked._replace(vert_stride=0), DENSE, strict=True):
+        if number != default:
             raise ValueError(
-                f"blocksparse_{name}={found[name]}: accepted is 0 unless blocksparse_vert_stride "
-                f"is 2 or more, which turns block-sparse attention on; it is {checked.vert_stride}"
+                f"{name}={number}: accepted is {default} with {stride}, of which heads see all "
+                "keys; 2 or more turns block-sparse attention on"
             )
     return None
 

@@ -21,7 +21,7 @@ from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
 from rawattn.forward import Prepared, Preparer
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import Plan
-from rawattn.request import Neighbours, check_apart, check_same_values
+from rawattn.request import Neighbours, check_apart, check_same
 
 Fields = tuple[Any, ...]
 Views = list[View | None]
@@ -42,7 +42,7 @@ class Kind:
     """A kind of call, checked and planned."""
 
     plans: tuple[Plan, ...]  # what runs, in this order
-    specs: tuple[Spec | None, ...]  # of the arrays, outputs among them, given or not
+    given: tuple[Spec | None, ...]  # of the arrays
     new: tuple[tuple[int, Spec], ...]  # outputs that are not given: place, and spec
     neighbours: tuple[Neighbours, ...]  # what each call checks to be apart
     check: Callable[[Views], None] | None  # of what tables hold, where that is looked at
@@ -151,10 +151,10 @@ class PreparedCall(Prepared):
         kind, views = _bind(self._operation, arrays, options)
         if kind is not self._kind:
             op = self._operation
-            check_same_values(
+            check_same(
                 (*op.names, *op.words),
-                (*kind.specs, *op.plain(op.options(*options))),
-                (*self._kind.specs, *op.plain(op.options(*self._options))),
+                (*kind.given, *op.plain(op.options(*options))),
+                (*self._kind.given, *op.plain(op.options(*self._options))),
             )
         lent = _lent(self._operation, views) or self._workspace
         for ready in kind.launches(views, lent):

@@ -75,7 +75,7 @@ def _addresses(kind: Kind, views: Views) -> Views:
     addresses = [0 if x is None else x.pointer for x in views]
     return [
         to_device([addresses[place] for place in group], "int64", pairs.spec.device)
-        for group in _groups(kind.specs)
+        for group in _groups(kind.given)
     ]
 
 
@@ -108,7 +108,7 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
     checked = device is None or Settings.read().check
     return Kind(
         plans=tuple(plans),
-        specs=tuple(specs),
+        given=tuple(specs),
         new=(),
         neighbours=neighbours(specs, range(1, len(names))),
         check=functools.partial(_check, name=names[0]) if checked else None,

@@ -46,7 +46,7 @@ class Call:
     """A kind of call, checked and planned."""
 
     plan: Plan
-    specs: Arrays  # outputs among them, given or not
+    given: Arrays  # their specs
     new: tuple[tuple[int, Spec], ...]  # outputs that are not given: place in Arrays, and spec
     scale: float
     softcap: float
@@ -122,8 +122,11 @@ class Prepared:
     def check(self, call: Call, options: Options) -> None:
         """ValueError where a call is not the one that was prepared."""
         if call is not self._call:
-            prepared = self._call.specs, plain(Options(*self._options))
-            check_same((call.specs, plain(options)), prepared)
+            check_same(
+                Arrays._fields + Options._fields,
+                call.given + plain(options),
+                self._call.given + plain(Options(*self._options)),
+            )
 
 
 class Preparer:
@@ -188,7 +191,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
         template = launch.Template(chosen, device, scalars, specs._asdict())
     return Call(
         plan=chosen,
-        specs=specs,
+        given=given,
         new=tuple(new),
         scale=scale,
         softcap=softcap,
@@ -239,7 +242,7 @@ def _check_tables(call: Call, views: Arrays) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     given = {name: getattr(views, name) for name in names}
     tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
-    check_lengths(call.specs, call.plan.problem, tables)
+    check_lengths(call.given, call.plan.problem, tables)
     check_scores(*(x and to_host(x) for x in (views.alibi_slopes, views.sink)))
 
 

@@ -60,7 +60,7 @@ def resolve(names: WriteArrays, keys: tuple[SpecKey | None, ...], options: Write
     checked = device is None or Settings.read().check
     return Kind(
         plans=(chosen,),
-        specs=specs,
+        given=specs,
         new=(),
         neighbours=neighbours(specs, sorted(CACHES)),
         check=functools.partial(_check, names=names, cache=cache) if checked else None,
@@ -193,7 +193,7 @@ def rotary_scalars(
         "heads": problem.q_heads,
         "head_dim": problem.head_dim,
         "aligned": int(new.rotary.aligned),
-        "same_position": int(problem.mask.trivial and not problem.tree),
+        "same_position": int(problem.one_position),
         **rotary_fields(specs, options, new),
     }
     for name, spec in (("x", specs.q), ("y", turned)):

@@ -147,7 +147,7 @@ def resolve(names: MergeArrays, keys: tuple[SpecKey | None, ...], options: Merge
     made = None if device is None else _steps(device, chosen, states, specs, options)
     return Kind(
         plans=(chosen,),
-        specs=specs,
+        given=given,
         new=tuple((n, x) for n, x in ((OUT, out), (LSE, lse)) if x and keys[n] is None),
         neighbours=neighbours(given, (OUT, LSE)),
         check=_check(names, given),

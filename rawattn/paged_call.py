@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from rawattn import paged_host
-from rawattn.arrays import Spec, SpecKey, View, contiguous, to_device, view
+from rawattn.arrays import (
+    DTYPES,
+    Spec,
+    SpecKey,
+    View,
+    check_layout,
+    contiguous,
+    to_device,
+    view,
+)
 from rawattn.cache_problem import SequencesProblem
 from rawattn.cache_request import Cache, cache_strides, row_tokens, steps
 from rawattn.calls import (
@@ -131,12 +140,11 @@ def resolve(
     plans = [*_first_plans(request, target), paged_plan.plan(request.problem, target, backend)]
     made = None if device is None else _steps(request, plans, device)
     check_workspace(given.workspace, made.workspace_bytes if made else 0)
-    specs = request.specs
-    new = [(OUT, specs.out), (LSE, specs.lse)]
+    new = [(OUT, request.specs.out), (LSE, request.specs.lse)]
     written = [OUT, LSE, *SCRATCH, WORKSPACE, *(CACHES if request.new else ())]
     return Kind(
         plans=tuple(plans),
-        specs=specs,
+        given=given,
         new=tuple((n, _without_axis(x, one_query)) for n, x in new if x and keys[n] is None),
         neighbours=neighbours(given, written),
         check=_check(request, device),
@@ -157,9 +165,12 @@ def accepted(
         sizes = k[2] * k[4] if len(k) == 5 else "head_dim", v[2] if len(v) == 4 else "value_dim"
         expect(names.q, given.q, ("batch", "q_heads", sizes[0]), given.q.dtype)
         expect(names.out, given.out, (*given.q.shape[:2], sizes[1]), given.q.dtype)
+        for name, spec in ((names.q, given.q), (names.out, given.out)):
+            if spec is not None and spec.dtype in DTYPES:  # before their shapes are other ones
+                check_layout(name, spec, output=name == names.out)
         given = given._replace(q=_with_axis(given.q), out=given.out and _with_axis(given.out))
     problem, cache = problem_of(names, given, options)
-    new = appended(names, given, problem, cache)
+    new = appended(names, given, problem, cache, interleaved=options.rotary_interleaved)
     device = given.q.device
     out_shape, lse_shape = result_shapes(given.q.shape, cache.value_dim)
     out = given.out or contiguous(out_shape, problem.dtype, device)

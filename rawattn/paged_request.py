@@ -294,11 +294,15 @@ def _queries(
         )
     tree = specs.tree_mask
     if tree is not None:
-        if options.window_size[1] >= 0:
-            raise ValueError(
-                f"window_size={options.window_size}: with {names.tree_mask}, which says who sees "
-                "whom on the right side, accepted is (left, -1)"
-            )
+        for given, accepted, wrong in (
+            (f"causal={options.causal!r}", "False", options.causal),
+            (f"window_size={options.window_size}", "(left, -1)", options.window_size[1] >= 0),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{given}: with {names.tree_mask}, which says who sees whom on the right side, "
+                    f"accepted is {accepted}"
+                )
         shape = (batch, max_q, max_q) if table is None else ("total_q", "max_q")
         expect(names.tree_mask, tree, shape, "bool", "uint8")
         if table is not None and (tree.shape[0] != q.shape[0] or tree.shape[1] < max_q):

@@ -49,8 +49,10 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
     plan : Prepared
         ``plan.run()`` repeats the call. Or pass it as ``plan=`` with the same arguments: arrays may
         be others with the same shapes, strides, dtypes and device; anything else that differs is a
-        ValueError. ``plan.workspace_size`` says how many bytes it works in; where the function
-        has an argument `workspace` they may be lent, else they are allocated here.
+        ValueError. That goes for outputs too: an `out` or `lse` that was given here is given again,
+        and where none was, each call makes a new one, and takes none. ``plan.workspace_size`` says
+        how many bytes it works in; where the function has an argument `workspace` they may be lent,
+        else they are allocated here.
 
     Raises
     ------

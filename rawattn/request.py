@@ -273,14 +273,8 @@ def _copy_bytes(specs: Arrays) -> int:
 # ---- plans ----
 
 
-def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) -> None:
-    """ValueError that names the argument in which two calls, specs and options, differ."""
-    names = Arrays._fields + Options._fields
-    check_same_values(names, sum(found, ()), sum(prepared, ()))
-
-
-def check_same_values(names: Sequence[str], found: Sequence[Any], prepared: Sequence[Any]) -> None:
-    """ValueError that names the first value that differs."""
+def check_same(names: Sequence[str], found: Sequence[Any], prepared: Sequence[Any]) -> None:
+    """ValueError that names the first argument, spec or option, in which two calls differ."""
     for name, here, there in zip(names, found, prepared, strict=True):
         if here != there:
             raise ValueError(

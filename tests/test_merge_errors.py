@@ -41,7 +41,7 @@ BAD_CASCADES: Bad = [
     ({"common_prefix_len": 8.0}, TYPE, "common_prefix_len=8.0: accepted is an integer"),
     ({"block_table": None}, TYPE, "block_table is None: accepted is an array of int32"),
     ({"cache_seqlens": None}, TYPE, "cache_seqlens is None: accepted is an array of int32"),
-    ({"cache_seqlens": np.array([10, 20], I32)}, VALUE, "and the queries of sequence 0: found -1"),
+    ({"cache_seqlens": np.array([10, 20], I32)}, VALUE, "cache_seqlens[0] is 10: accepted are 11 "),
     ({"causal": "top_left"}, VALUE, "causal='top_left': the queries are the last tokens"),
     ({"out": zeros(2, 4, 4, 16)[:, :3]}, VALUE, "accepted are rows of all sequences at equal dist"),
     ({"lse": zeros(2, 4, 3)}, VALUE, "lse of shape (2, 4, 3) has strides (48, 12, 4) bytes: accep"),

@@ -84,7 +84,7 @@ BAD_VLLM: Bad = [
     ({"k_scale": float("nan")}, VALUE, "k_scale=nan: accepted"),
     ({"tp_rank": -1}, VALUE, "tp_rank=-1: accepted are integers from 0"),
     ({"blocksparse_vert_stride": 2.0}, TYPE, "blocksparse_vert_stride=2.0: accepted is an integer"),
-    ({"blocksparse_local_blocks": 2}, VALUE, "blocksparse_local_blocks=2: accepted is 0 unless"),
+    ({"blocksparse_local_blocks": 2}, VALUE, "blocksparse_local_blocks=2: accepted is 0 with bl"),
     ({"blocksparse_vert_stride": 2, "blocksparse_block_size": 12}, VALUE, "accepted are multiples"),
     ({"blocksparse_vert_stride": 2, "blocksparse_block_size": 0}, VALUE, "accepted are integers f"),
     ({"out": zeros(2, 4, 8)}, VALUE, "out has shape (2, 4, 8): accepted is (2, 4, 16)"),
