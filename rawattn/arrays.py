@@ -18,6 +18,7 @@ import numpy as np
 from numpy.ma import MaskedArray
 
 from rawattn.device import import_cupy
+from rawattn.problem import shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -150,7 +151,7 @@ def dtype_name(name: str, dtype: Any) -> str:
     except (TypeError, ValueError):
         found = None
     if found not in FLOATS:
-        raise TypeError(f"{name}={dtype!r}: accepted are {', '.join(FLOATS)}")
+        raise TypeError(f"{name}={shown(dtype)}: accepted are {', '.join(FLOATS)}")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rawattn.arrays import DTYPES, Spec
 from rawattn.paged_problem import Scale
-from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar
+from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect
 
@@ -30,7 +30,7 @@ def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
     if isinstance(value, str) and value in accepted:
         return value
     error = ValueError if isinstance(value, str) else TypeError
-    raise error(f"{name}={value!r}: accepted are {', '.join(accepted)}")
+    raise error(f"{name}={shown(value)}: accepted are {', '.join(accepted)}")
 
 
 def cache_choice(value: Any) -> str:
@@ -100,7 +100,9 @@ def check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
     for name, value, low in zip(names, sparse, least, strict=True):
         number = count(name, value)
         if number is None or not low <= number <= MAX_LENGTH:
-            raise ValueError(f"{name}={value!r}: accepted are integers from {low} to {MAX_LENGTH}")
+            raise ValueError(
+                f"{name}={shown(value)}: accepted are integers from {low} to {MAX_LENGTH}"
+            )
         found.append(number)
     checked = BlockSparse(*found)
     if checked.vert_stride > 1:

@@ -21,6 +21,7 @@ from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
 from rawattn.forward import Prepared, Preparer
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import Plan
+from rawattn.problem import shown
 from rawattn.request import Neighbours, check_apart, check_same
 
 Fields = tuple[Any, ...]
@@ -79,6 +80,7 @@ class Operation:
     """
 
     names: tuple[str, ...]  # of the arrays, as the caller knows them
+    required: frozenset[int]  # places of arrays that no call lacks
     words: tuple[str, ...]  # of the options, likewise
     typed: frozenset[int]  # places of arrays whose bits mean what `dtype` says
     outputs: frozenset[int]  # places of arrays that are written
@@ -95,6 +97,8 @@ class Operation:
     def views(self, arrays: Fields, dtype: str | None) -> Views:
         views: Views = []
         for place, (name, x) in enumerate(zip(self.names, arrays, strict=True)):
+            if x is None and place in self.required:
+                raise TypeError(f"{name} is None: accepted is an array")
             views.append(
                 None if x is None else view(name, x, dtype if place in self.typed else None)
             )
@@ -173,7 +177,7 @@ def call(
         if any(isinstance(x, np.ndarray) for x in arrays):
             known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
             error = ValueError if known else TypeError
-            raise error(f"stream={stream!r}: with NumPy arrays accepted is None")
+            raise error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
         with launch.on_stream(stream):
             return call(operation, arrays, options, plan, None)
     if isinstance(plan, PreparedCall):
@@ -185,7 +189,7 @@ def call(
     if isinstance(plan, Prepared):
         raise ValueError("plan was prepared for another function")
     if plan is not None:
-        raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+        raise TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
     kind, views = _bind(operation, arrays, options)
     workspace = _workspace(operation, kind, views)  # lives until all is launched
     for ready in kind.launches(views, workspace):

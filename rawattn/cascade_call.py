@@ -42,7 +42,7 @@ from rawattn.settings import Settings, forced_backend
 
 def operation(names: PagedArrays, words: Any) -> Operation:
     """The operation of a function that calls its arrays and its options so."""
-    made = paged_operation(names, words)
+    made = paged_operation(names, words, table=True)
     return replace(made, resolve=functools.partial(resolve, names), result=_result)
 
 
@@ -60,9 +60,6 @@ def _result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
 def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: PagedOptions) -> Kind:
     """Checks and plans a kind of call; compiles and loads what it launches."""
     given = PagedArrays(*[key and Spec(*key) for key in keys])
-    for name in ("block_table", "seqused_k"):
-        if getattr(given, name) is None:
-            raise TypeError(f"{getattr(names, name)} is None: accepted is an array of int32")
     request = accepted(names, False, given, options)
     problem, prefix = request.problem, options.common_prefix_len
     if prefix % problem.page or prefix > problem.max_k:

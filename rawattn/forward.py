@@ -20,7 +20,7 @@ from rawattn import host, launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.plan import BACKENDS, Plan, plan
-from rawattn.problem import Problem, check_scalar
+from rawattn.problem import Problem, check_scalar, shown
 from rawattn.request import (
     Arrays,
     Neighbours,
@@ -143,7 +143,7 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
         if isinstance(arrays[0], np.ndarray):
             known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
             error = ValueError if known else TypeError
-            raise error(f"stream={stream!r}: with NumPy arrays accepted is None")
+            raise error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
     if isinstance(plan, Prepared):
@@ -153,7 +153,7 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
     if isinstance(plan, Preparer):
         return Prepared(arrays, options)
     if plan is not None:
-        raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+        raise TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
     return _run(arrays, Options(*options))
 
 

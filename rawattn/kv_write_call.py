@@ -20,9 +20,6 @@ from rawattn.reference_paged import write_cache
 from rawattn.request import neighbours
 from rawattn.settings import Settings, forced_backend
 
-NAMES = WriteArrays(
-    "key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"
-)
 CACHES = frozenset({2, 3})  # places in WriteArrays
 
 
@@ -30,6 +27,7 @@ def operation(names: WriteArrays) -> Operation:
     """The operation of a function that calls its arrays so."""
     return Operation(
         names=names,
+        required=frozenset(range(5)),
         words=WriteOptions._fields,
         options=WriteOptions,
         typed=frozenset({0, 1}) | CACHES,

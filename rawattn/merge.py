@@ -21,10 +21,11 @@ MERGE_ATTN_STATES = merge_call.operation(
         out="output",
         lse="output_lse",
         out_scale="output_scale",
-    )
+    ),
+    pair=True,
 )
 MERGE_STATES = merge_call.operation(
-    MergeArrays(*MergeArrays._fields)._replace(first="outs", first_lse="lses")
+    MergeArrays(*MergeArrays._fields)._replace(first="outs", first_lse="lses"), pair=False
 )
 CASCADE = cascade_call.operation(
     FIELDS._replace(seqused_k="cache_seqlens", k_scale="k_descale", v_scale="v_descale"),

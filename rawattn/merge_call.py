@@ -66,10 +66,11 @@ def plain(o: MergeOptions) -> MergeOptions:
     )
 
 
-def operation(names: MergeArrays) -> Operation:
-    """The operation of a function that calls its arrays so."""
+def operation(names: MergeArrays, *, pair: bool) -> Operation:
+    """The operation of a function that calls its arrays so, of a `pair` of states or of a stack."""
     return Operation(
         names=names,
+        required=frozenset({0, 1, 2, 3} if pair else {0, 2}),
         words=MergeOptions._fields,
         options=MergeOptions,
         typed=frozenset({0, 1}),

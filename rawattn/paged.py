@@ -20,6 +20,7 @@ PAGED_ATTENTION = operation(
     ),
     WORDS._replace(softmax_scale="scale", max_seqlen_k="max_seq_len"),
     one_query=True,
+    table=True,
 )
 
 
@@ -198,8 +199,6 @@ def paged_attention_v2(
     -------
     out : array, shape `(num_seqs, num_heads, value_size)`
     """
-    if block_tables is None or seq_lens is None:
-        raise TypeError("block_tables or seq_lens is None: accepted are arrays of int32")
     k_array, k_number = array_or_number(k_scale)
     v_array, v_number = array_or_number(v_scale)
     # fmt: off

@@ -61,14 +61,18 @@ def operation(
     words: Any = WORDS,
     *,
     one_query: bool = False,
+    table: bool = False,
 ) -> Operation:
     """The operation of a function that calls its arrays and its options so.
 
-    `one_query`: q and out are (batch, q_heads, head size), one query each.
+    `one_query`: q and out are (batch, q_heads, head size), one query each. `table`: no call lacks a
+    block table, and lengths.
     """
+    required = ("q", "k_cache", "v_cache", *(("block_table", "seqused_k") if table else ()))
     typed = {"q", "tmp_out", "k_cache", "v_cache", "out", "k", "v"}
     return Operation(
         names=names,
+        required=frozenset(PagedArrays._fields.index(name) for name in required),
         words=words,
         options=PagedOptions,
         typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),

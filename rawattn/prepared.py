@@ -16,6 +16,7 @@ from rawattn.kv_cache import (
 )
 from rawattn.merge import cascade_attention, merge_attn_states, merge_states
 from rawattn.paged import paged_attention_v1, paged_attention_v2
+from rawattn.problem import shown
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     flash_attn_func,
@@ -73,9 +74,9 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
     """
     if function not in FUNCTIONS:
         accepted = ", ".join(each.__name__ for each in FUNCTIONS)
-        raise TypeError(f"function={function!r}: accepted are {accepted}")
+        raise TypeError(f"function={shown(function)}: accepted are {accepted}")
     if "plan" in kwargs:
-        raise TypeError(f"plan={kwargs['plan']!r}: accepted is a call without plan=")
+        raise TypeError(f"plan={shown(kwargs['plan'])}: accepted is a call without plan=")
     prepared = function(*args, **kwargs, plan=Preparer())
     assert isinstance(prepared, Prepared)
     return prepared

@@ -23,6 +23,7 @@ from rawattn.problem import (
     check_causal,
     check_scalar,
     check_window,
+    shown,
 )
 from rawattn.reference import Array
 from rawattn.tensor_map import describable
@@ -104,7 +105,7 @@ def flag(name: str, value: Any) -> bool:
     """False or True, also NumPy's; TypeError for anything else."""
     value = python_bool(value)
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: accepted are False and True")
+        raise TypeError(f"{name}={shown(value)}: accepted are False and True")
     return value
 
 
@@ -112,7 +113,9 @@ def count(name: str, value: Any) -> int | None:
     """An integer, also NumPy's, or None; TypeError for anything else."""
     if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
         return None if value is None else int(value)
-    raise TypeError(f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}")
+    raise TypeError(
+        f"{name}={shown(value)}: accepted is an integer, found {type(value).__qualname__}"
+    )
 
 
 def problem_of(specs: Arrays, options: Options) -> Problem:

@@ -344,3 +344,42 @@ def test_a_variable_that_names_no_backend(
     backend("foo")
     found = run(line)
     assert found.code == 2 and "RAWATTN_BACKEND='foo': accepted are fwd_sm90" in found.err
+
+
+# ---- what is not given ---------------------------------------------------------------------------
+
+NEW = normal(3, 2, 16)
+MOVES: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
+    "paged": (rawattn.flash_attn_with_kvcache, paged(), ("q", "k_cache", "v_cache")),
+    "vllm": (rawattn.paged_attention_v1, vllm(),
+             ("query", "key_cache", "value_cache", "block_tables", "seq_lens")),
+    "cascade": (rawattn.cascade_attention, CASCADE,
+                ("q", "k_cache", "v_cache", "cache_seqlens", "block_table")),
+    "merge": (rawattn.merge_states, {"outs": X, "lses": LSES}, ("outs", "lses")),
+    "merge two": (rawattn.merge_attn_states,
+                  {"output": None, "prefix_output": X[0], "prefix_lse": LSES[0],
+                   "suffix_output": X[1], "suffix_lse": LSES[1]},
+                  ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")),
+    "store": (rawattn.reshape_and_cache_flash,
+              {"key": NEW, "value": NEW, "key_cache": normal(5, 8, 2, 16),
+               "value_cache": normal(5, 8, 2, 16), "slot_mapping": np.array([17, -1, 0])},
+              ("key", "value", "key_cache", "value_cache", "slot_mapping")),
+    "copy": (rawattn.copy_blocks, {"key_caches": [], "value_caches": [], "block_mapping": None},
+             ("block_mapping",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_an_array_that_is_needed_may_not_be_none(name: str) -> None:
+    function, call, needed = MOVES[name]
+    for argument in needed:
+        message = f"{argument} is None: accepted is an array"
+        refuses(function, {**call, argument: None}, TypeError, message)
+
+
+def test_messages_do_not_hold_arrays() -> None:
+    for argument in ("softmax_scale", "causal", "window_size", "dtype", "backend", "return_lse"):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            rawattn.flash_attn_func(X, X, X, **{argument: X})
+        assert str(caught.value).startswith(f"{argument}=array([[[")
+        assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)

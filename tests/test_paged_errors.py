@@ -64,7 +64,7 @@ BAD_VLLM: Bad = [
     ({"scale": float("nan")}, VALUE, "scale=nan: accepted are 0 and numbers"),
     ({"block_tables": np.array([[1], [2]])}, TYPE, "block_tables has dtype int64: accepted is int"),
     ({"block_tables": np.zeros((3, 2), I32)}, VALUE, "block_tables has shape (3, 2): accepted is"),
-    ({"block_tables": None}, TYPE, "block_tables or seq_lens is None"),
+    ({"block_tables": None}, TYPE, "block_tables is None: accepted is an array"),
     ({"seq_lens": np.array([9, 24])}, TYPE, "seq_lens has dtype int64: accepted is int32"),
     ({"seq_lens": np.array([9, 24, 0], I32)}, VALUE, "seq_lens has shape (3,): accepted is (2,)"),
     ({"seq_lens": np.array([9, 25], I32)}, VALUE, "seq_lens of sequence 1: found 25, accepted are"),
