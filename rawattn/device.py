@@ -7,6 +7,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rawattn.problem import shown
+
 # Compute capability -> the newest of `registry.ARCHITECTURES` whose cubins run there. A cubin runs
 # on its own capability and on later minor ones of its major, but one with the suffix "a" on its own
 # alone, and none crosses over to the system-on-chip parts (8.7, 10.1, 11.0).
@@ -44,7 +46,12 @@ class Device:
 
     @staticmethod
     def named(name: str) -> Device:
-        """The device of a short name, "H200", or of the name that CUDA reports, "NVIDIA H200"."""
+        """The device of a short name, "H200", or of the name that CUDA reports, "NVIDIA H200".
+
+        Raises ValueError for a name that is not known, TypeError for what is none.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"device={shown(name)}: accepted are names, as H200")
         if name == "host":
             return Device.host()
         for short, device in DEVICES.items():

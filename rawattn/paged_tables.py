@@ -164,9 +164,8 @@ def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:
     wrong = counted & ((table < 0) | (table >= limit))
     if wrong.any():
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"{name}[{', '.join(map(str, index))}] is {table[index]}: accepted are 0 to {limit - 1}"
-        )
+        accepted = f"accepted are 0 to {limit - 1}" if limit else "the cache has no block"
+        raise ValueError(f"{name}[{', '.join(map(str, index))}] is {table[index]}: {accepted}")
 
 
 def check_scales(name: str, scale: View | None) -> None:

@@ -313,6 +313,8 @@ def test_a_number_that_params_cannot_hold_is_refused() -> None:
         ("roofline --device H200 --model llama-3-8b --q-len 9", "--q-len: says nothing with --mod"),
         ("compile --arch sm_80 --all --batch 1", "--batch: says nothing with --all"),
         ("roofline --device H200 --model=", "model='': accepted are llama-3-8b"),
+        ("roofline --device H200 --plot=", "plot='': accepted are names of PNG files, as roofs.png"),
+        ("roofline --device H200 --plot roofs", "plot='roofs': accepted are names of PNG files"),
         ("plan --device H200 --backend=", "backend='': accepted are fwd_sm90"),
         ("plan --device H200 --causa", "unrecognized arguments: --causa"),
         ("plan --head-dim 0", "--head-dim: '0': accepted are integers from 1 to 2147483647"),
@@ -375,6 +377,19 @@ def test_an_array_that_is_needed_may_not_be_none(name: str) -> None:
     for argument in needed:
         message = f"{argument} is None: accepted is an array"
         refuses(function, {**call, argument: None}, TypeError, message)
+
+
+def test_what_is_no_function_and_no_name() -> None:
+    with pytest.raises(TypeError, match=r"function=array.*: accepted are flash_attn_func, "):
+        rawattn.prepare(X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="device=5: accepted are names, as H200"):
+        Device.named(5)  # type: ignore[arg-type]
+
+
+def test_a_cache_without_blocks() -> None:
+    message = "block_table[0, 0] is 1: the cache has no block"
+    empty = {name: np.zeros((0, 8, 2, 16), F32) for name in ("k_cache", "v_cache")}
+    refuses(rawattn.flash_attn_with_kvcache, paged(**empty), VALUE, message)
 
 
 def test_messages_do_not_hold_arrays() -> None:

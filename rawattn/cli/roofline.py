@@ -126,6 +126,8 @@ def _plot(args: Namespace, devices: list[Device]) -> dict[str, Any]:
     """Draws the roofs, and the rows of the bench that are theirs."""
     if len(devices) != 1:
         raise ValueError("plot: accepted is one device, found --device all")
+    if Path(args.plot).suffix != ".png":
+        raise ValueError(f"plot={args.plot!r}: accepted are names of PNG files, as roofs.png")
     found = points(Path(args.rows), devices[0]) if args.rows is not None else []
     draw(devices[0], found, Path(args.plot))
     return {"plot": args.plot, "points": len(found)}
