@@ -53,6 +53,21 @@ class Spec(NamedTuple):
         return tuple(stride // size for stride in self.byte_strides)
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, 0 for axes of size 1: what stands there is no promise, and may be odd."""
+        return tuple(s if n > 1 else 0 for n, s in zip(self.shape, self.strides, strict=True))
+
+    def grain(self, axis: int = -1) -> int:
+        """How wide copies of rows may be, in bytes: the greatest divisor of their size and of every
+        address that one begins at, modulo 16. A row is what lies from `axis` on.
+        """
+        rows = math.prod(self.shape[axis:]) * DTYPES[self.dtype].itemsize
+        if 0 in self.shape:
+            return rows
+        outer = zip(self.byte_strides[:axis], self.shape[:axis], strict=True)
+        return math.gcd(rows, self.offset, *(stride for stride, n in outer if n > 1))
+
+    @property
     def extent(self) -> int:
         """Bytes from the first element to the end of the last one."""
         if 0 in self.shape:

@@ -111,6 +111,17 @@ class Operation:
         return views
 
 
+def results(arrays: Fields, views: Views, *places: int) -> Any:
+    """What a call returns: the caller's own outputs, or those that were allocated; several as a
+    tuple.
+    """
+    found = tuple(
+        array if array is not None else view and view.array
+        for array, view in ((arrays[place], views[place]) for place in places)
+    )
+    return found if len(found) > 1 else found[0]
+
+
 class PreparedCall(Prepared):
     """A call made ready: what `rawattn.prepare` returns and ``plan=`` takes.
 

@@ -18,10 +18,9 @@ from rawattn.device import Device
 from rawattn.paged_tables import check_entries
 from rawattn.plan import kv_write
 from rawattn.problem import check_backend
-from rawattn.request import check_one_device, expect, neighbours
+from rawattn.request import check_one_device, expect, neighbours, widest
 from rawattn.settings import Settings, forced_backend
 
-WIDTHS = (16, 4, 1)  # of copies, in bytes
 NOTHING = CopyBlocksProblem(caches=0, pairs=0, block_bytes=0)
 
 
@@ -126,13 +125,11 @@ def _check_cache(name: str, spec: Spec) -> None:
 
 
 def _problem(caches: list[Spec], pairs: Spec) -> CopyBlocksProblem:
-    _, size, stride = _shape(caches[0])
-    parts = [size, stride, *(spec.offset for spec in caches)]
     return CopyBlocksProblem(
         caches=len(caches),
         pairs=pairs.shape[0],
-        block_bytes=size,
-        copy_bytes=next(w for w in WIDTHS if all(part % w == 0 for part in parts)),
+        block_bytes=_shape(caches[0])[1],
+        copy_bytes=widest((16, 4, 1), *(spec.grain(1) for spec in caches)),
     )
 
 

@@ -260,11 +260,6 @@ def _result(arrays: Fields, options: Options, views: Arrays) -> Any:
     return out, views.lse.array if lse is None else lse
 
 
-def _steps(spec: Spec) -> tuple[int, ...]:
-    """Strides, with 0 for axes of size 1: what stands there is no promise, and may be unaligned."""
-    return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
-
-
 def kernel_scalars(
     specs: Arrays, problem: Problem, scale: float, softcap: float
 ) -> dict[str, float]:
@@ -272,17 +267,17 @@ def kernel_scalars(
     packed_q, packed_k = len(specs.q.shape) == 3, len(specs.k.shape) == 3
     strides: dict[str, float] = {}
     for name in ("q", "k", "v", "out"):
-        *batch, row, head = _steps(getattr(specs, name))[:-1]
+        *batch, row, head = getattr(specs, name).steps[:-1]
         strides[f"stride_{name}_batch"] = batch[0] if batch else 0
         strides[f"stride_{name}_row"] = row
         strides[f"stride_{name}_head"] = head
-    *lse_batch, lse_head = _steps(specs.lse)[:-1] if specs.lse else (0, 0)
+    *lse_batch, lse_head = specs.lse.steps[:-1] if specs.lse else (0, 0)
     slopes = specs.alibi_slopes
     return {
         **strides,
         "stride_lse_batch": lse_batch[0] if lse_batch else 0,
         "stride_lse_head": lse_head,
-        "stride_alibi_batch": _steps(slopes)[0] if slopes and len(slopes.shape) == 2 else 0,
+        "stride_alibi_batch": slopes.steps[0] if slopes and len(slopes.shape) == 2 else 0,
         "batch": problem.batch,
         "q_heads": problem.q_heads,
         "group": problem.group,

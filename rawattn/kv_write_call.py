@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from rawattn.arrays import DTYPES, Spec, SpecKey, View, to_host
-from rawattn.cache_request import Cache, cache_strides, steps
+from rawattn.cache_request import Cache, cache_strides
 from rawattn.calls import ABSENT, Kind, Operation, Ref, Steps
 from rawattn.device import Device
 from rawattn.kv_write_request import Appended, WriteArrays, WriteOptions, plain, problem_of
@@ -143,7 +143,7 @@ def write_scalars(
         "aligned": int(aligned),
     }
     for name in ("k", "v"):
-        *batch, token, head, _ = steps(getattr(specs, name))
+        *batch, token, head, _ = getattr(specs, name).steps
         scale_spec = getattr(specs, f"{name}_scale")
         by_head = scale_spec is not None and scale_spec.shape not in ((), (1,))
         found[f"stride_{name}_batch"] = batch[0] if batch else 0
@@ -160,7 +160,7 @@ def append_scalars(
     """The same for tokens that are appended; `table` is the block table, None: a page each."""
     found = write_scalars(specs, cache, options, new.write.tokens, new.write.aligned)
     return found | {
-        "stride_table_batch": 0 if table is None else steps(table)[0],
+        "stride_table_batch": 0 if table is None else table.steps[0],
         "batch": specs.seqused_k.shape[0],
         "new_len": new.tokens,
         "max_blocks": 1 if table is None else table.shape[1],
@@ -171,7 +171,7 @@ def append_scalars(
 def rotary_fields(specs: PagedArrays, options: PagedOptions, new: Appended) -> dict[str, float]:
     """The fields that KvWriteParams and RotaryParams share."""
     return {
-        "stride_cos_row": steps(specs.rotary_cos)[0] if new.rotary_dim else 0,
+        "stride_cos_row": specs.rotary_cos.steps[0] if new.rotary_dim else 0,
         "rotary_dim": new.rotary_dim,
         "float_angles": int(new.rotary_dim > 0 and specs.rotary_cos.dtype == "float32"),
         "positions": specs.rotary_cos.shape[0] if new.rotary_dim else 0,
@@ -195,7 +195,7 @@ def rotary_scalars(
         **rotary_fields(specs, options, new),
     }
     for name, spec in (("x", specs.q), ("y", turned)):
-        *batch, token, head, _ = steps(spec)
+        *batch, token, head, _ = spec.steps
         found[f"stride_{name}_batch"] = batch[0] if batch else 0
         found[f"stride_{name}_token"] = token
         found[f"stride_{name}_head"] = head

@@ -24,7 +24,7 @@ from rawattn.arrays import (
     view,
 )
 from rawattn.cache_problem import SequencesProblem
-from rawattn.cache_request import Cache, cache_strides, row_tokens, steps
+from rawattn.cache_request import Cache, cache_strides, row_tokens
 from rawattn.calls import (
     ABSENT,
     Fields,
@@ -34,6 +34,7 @@ from rawattn.calls import (
     Steps,
     Views,
     check_workspace,
+    results,
 )
 from rawattn.device import Device
 from rawattn.forward import LOG2_E
@@ -87,12 +88,7 @@ def operation(
 
 def paged_result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
     """The caller's own outputs, or those that were allocated."""
-
-    def of(place: int) -> Any:
-        found = views[place]
-        return arrays[place] if arrays[place] is not None else found and found.array
-
-    return (of(OUT), of(LSE)) if options.return_lse else of(OUT)
+    return results(arrays, views, OUT, *((LSE,) if options.return_lse else ()))
 
 
 def equal_lengths(q: Any, cu_seqlens_q: Any, length: int) -> Any:
@@ -376,7 +372,7 @@ def scalars(
 
 def _strides(spec: Spec | None, axes: int) -> tuple[int, ...]:
     """The strides of an array that may be absent, or lack its first axes: 0 for those."""
-    found = () if spec is None else steps(spec)
+    found = () if spec is None else spec.steps
     return (0,) * (axes - len(found)) + found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.arrays import DTYPES, FLOATS, Spec, check_layout, dtype_name, share_memory
+from rawattn.arrays import FLOATS, Spec, check_layout, dtype_name, share_memory
 from rawattn.problem import (
     Mask,
     Problem,
@@ -168,7 +168,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             sink=specs.sink is not None,
             reversed=scale is not None and check_scalar("softmax_scale", scale) <= 0,
         ),
-        copy_bytes=_copy_bytes(specs),
+        copy_bytes=widest((16, 4, 2), *(x.grain() for x in (q, specs.k, v, specs.out) if x)),
         tma=_tma(specs, k_rows),
     )
 
@@ -262,15 +262,9 @@ def _place(device: int | None) -> str:
     return "NumPy" if device is None else "CUDA"
 
 
-def _copy_bytes(specs: Arrays) -> int:
-    """The widest of 16, 4, 2 bytes that all rows of q, k, v, out start on and are multiples of."""
-    size = DTYPES[specs.q.dtype].itemsize
-    parts = [size * specs.q.shape[-1], size * specs.v.shape[-1]]
-    for spec in (specs.q, specs.k, specs.v, specs.out):
-        if spec is not None and 0 not in spec.shape:
-            rows = zip(spec.byte_strides[:-1], spec.shape[:-1], strict=True)
-            parts += [spec.offset, *(stride for stride, count in rows if count > 1)]
-    return next(width for width in (16, 4, 2) if all(part % width == 0 for part in parts))
+def widest(widths: Sequence[int], *grains: int) -> int:
+    """The first of some widths of a copy, in bytes, that all grains are multiples of."""
+    return next(width for width in widths if all(grain % width == 0 for grain in grains))
 
 
 # ---- plans ----

@@ -313,7 +313,7 @@ def test_a_number_that_params_cannot_hold_is_refused() -> None:
         ("roofline --device H200 --model llama-3-8b --q-len 9", "--q-len: says nothing with --mod"),
         ("compile --arch sm_80 --all --batch 1", "--batch: says nothing with --all"),
         ("roofline --device H200 --model=", "model='': accepted are llama-3-8b"),
-        ("roofline --device H200 --plot=", "plot='': accepted are names of PNG files, as roofs.png"),
+        ("roofline --device H200 --plot=", "plot='': accepted are names of PNG files"),
         ("roofline --device H200 --plot roofs", "plot='roofs': accepted are names of PNG files"),
         ("plan --device H200 --backend=", "backend='': accepted are fwd_sm90"),
         ("plan --device H200 --causa", "unrecognized arguments: --causa"),
