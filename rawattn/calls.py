@@ -18,10 +18,9 @@ import numpy as np
 
 from rawattn import launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
-from rawattn.forward import Prepared, Preparer
+from rawattn.forward import Prepared, Preparer, refused_plan, refused_stream
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import Plan
-from rawattn.problem import shown
 from rawattn.request import Neighbours, check_apart, check_same
 
 Fields = tuple[Any, ...]
@@ -186,21 +185,15 @@ def call(
     """The call of a public function, and what it returns."""
     if stream is not None:
         if any(isinstance(x, np.ndarray) for x in arrays):
-            known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
-            error = ValueError if known else TypeError
-            raise error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
+            raise refused_stream(stream)
         with launch.on_stream(stream):
             return call(operation, arrays, options, plan, None)
-    if isinstance(plan, PreparedCall):
-        if plan._operation is not operation:
-            raise ValueError("plan was prepared for another function")
+    if isinstance(plan, PreparedCall) and plan._operation is operation:
         return plan.call(arrays, options)
     if isinstance(plan, Preparer):
         return PreparedCall(operation, arrays, options)
-    if isinstance(plan, Prepared):
-        raise ValueError("plan was prepared for another function")
     if plan is not None:
-        raise TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
+        raise refused_plan(plan)
     kind, views = _bind(operation, arrays, options)
     workspace = _workspace(operation, kind, views)  # lives until all is launched
     for ready in kind.launches(views, workspace):

@@ -141,20 +141,30 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
     """
     if stream is not None:
         if isinstance(arrays[0], np.ndarray):
-            known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
-            error = ValueError if known else TypeError
-            raise error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
+            raise refused_stream(stream)
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
-    if isinstance(plan, Prepared):
-        if type(plan) is not Prepared:
-            raise ValueError("plan was prepared for another function")
+    if type(plan) is Prepared:
         return plan.call(arrays, options)
     if isinstance(plan, Preparer):
         return Prepared(arrays, options)
     if plan is not None:
-        raise TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
+        raise refused_plan(plan)
     return _run(arrays, Options(*options))
+
+
+def refused_stream(stream: Any) -> Exception:
+    """The error for a stream beside NumPy arrays."""
+    known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
+    error = ValueError if known else TypeError
+    return error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
+
+
+def refused_plan(plan: Any) -> Exception:
+    """The error for a plan that is none, or none of the function that is called."""
+    if isinstance(plan, Prepared):
+        return ValueError("plan was prepared for another function")
+    return TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
 
 
 def _run(arrays: Fields, options: Options, prepared: Prepared | None = None) -> Any:

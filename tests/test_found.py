@@ -21,6 +21,7 @@ from rawattn.params import Params
 from rawattn.plan import merge
 from rawattn.reference_paged import rotated
 from tests.refusals import I32, VALUE, Bad, name_of, refuses
+from tools.emulator.attention import attention
 
 pytest_plugins = ("tests.cli",)
 F32 = np.float32
@@ -276,6 +277,26 @@ def test_a_row_of_scores_past_float32_leaves_the_others_alone() -> None:
     bad_k[0, :, 0, 0] = 1e20
     out, lse = rawattn.flash_attn_func(bad_q, bad_k, v, return_lse=True)
     assert (out[0, 1] == 0).all() and lse[0, 0, 1] == -np.inf
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("device", ["A100", "H200"])
+def test_kernels_keep_rows_of_such_scores_to_themselves(device: str) -> None:
+    """A row past float32, and one of scores of 1e19, which kernels lose, beside good ones."""
+    shape, good = (1, 5, 1, 64), [0, 3, 4]
+    q, k, v = (normal(*shape, seed=seed).astype(ml_dtypes.bfloat16) for seed in range(3))
+    q[0, good, 0, 0] = 0
+    bad_q, k = overflow(q, k)
+    bad_q[0, 2] = 0
+    bad_q[0, 2, 0, 0] = 1
+    found, want = ((np.empty(shape, q.dtype), np.empty((1, 1, 5), F32)) for _ in range(2))
+    for queries, (out, lse) in ((bad_q, found), (q, want)):
+        attention(queries, k, v, out=out, lse=lse, device=device, seeds=1)
+    np.testing.assert_array_equal(found[0][0, good], want[0][0, good])
+    np.testing.assert_array_equal(found[1][..., good], want[1][..., good])
+    empty = (found[0][0] == 0).all(axis=(1, 2)) & np.isneginf(found[1][0, 0])
+    lost = np.isnan(found[0][0]).all(axis=(1, 2)) & np.isnan(found[1][0, 0])
+    assert (empty | lost)[[1, 2]].all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-19, np.inf, np.nan])
