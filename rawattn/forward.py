@@ -19,6 +19,7 @@ import numpy as np
 from rawattn import host, launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
 from rawattn.device import Device
+from rawattn.params import row_strides
 from rawattn.plan import BACKENDS, Plan, plan
 from rawattn.problem import Problem, check_scalar, shown
 from rawattn.request import (
@@ -277,10 +278,7 @@ def kernel_scalars(
     packed_q, packed_k = len(specs.q.shape) == 3, len(specs.k.shape) == 3
     strides: dict[str, float] = {}
     for name in ("q", "k", "v", "out"):
-        *batch, row, head = getattr(specs, name).steps[:-1]
-        strides[f"stride_{name}_batch"] = batch[0] if batch else 0
-        strides[f"stride_{name}_row"] = row
-        strides[f"stride_{name}_head"] = head
+        strides |= row_strides(name, getattr(specs, name))
     *lse_batch, lse_head = specs.lse.steps[:-1] if specs.lse else (0, 0)
     slopes = specs.alibi_slopes
     return {

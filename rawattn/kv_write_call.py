@@ -15,6 +15,7 @@ from rawattn.paged_host import scale
 from rawattn.paged_problem import PagedProblem
 from rawattn.paged_request import PagedArrays, PagedOptions
 from rawattn.paged_tables import check_scales
+from rawattn.params import row_strides
 from rawattn.plan import kv_write
 from rawattn.reference_paged import write_cache
 from rawattn.request import neighbours
@@ -143,12 +144,9 @@ def write_scalars(
         "aligned": int(aligned),
     }
     for name in ("k", "v"):
-        *batch, token, head, _ = getattr(specs, name).steps
         scale_spec = getattr(specs, f"{name}_scale")
         by_head = scale_spec is not None and scale_spec.shape not in ((), (1,))
-        found[f"stride_{name}_batch"] = batch[0] if batch else 0
-        found[f"stride_{name}_token"] = token
-        found[f"stride_{name}_head"] = head
+        found |= row_strides(name, getattr(specs, name), "token")
         found[f"stride_{name}_scale"] = int(by_head)
         found[f"{name}_scale_number"] = getattr(options, f"{name}_scale")
     return found
@@ -184,7 +182,7 @@ def rotary_scalars(
 ) -> dict[str, float]:
     """The fields of RotaryParams, for queries that are written to an array like `turned`."""
     assert new.rotary is not None
-    found: dict[str, float] = {
+    return {
         "tokens": new.rotary.tokens,
         "batch": problem.batch,
         "new_len": problem.max_q,
@@ -193,10 +191,6 @@ def rotary_scalars(
         "aligned": int(new.rotary.aligned),
         "same_position": int(problem.one_position),
         **rotary_fields(specs, options, new),
+        **row_strides("x", specs.q, "token"),
+        **row_strides("y", turned, "token"),
     }
-    for name, spec in (("x", specs.q), ("y", turned)):
-        *batch, token, head, _ = spec.steps
-        found[f"stride_{name}_batch"] = batch[0] if batch else 0
-        found[f"stride_{name}_token"] = token
-        found[f"stride_{name}_head"] = head
-    return found

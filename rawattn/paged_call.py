@@ -43,6 +43,7 @@ from rawattn.kv_write_request import Appended, appended
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.paged_request import WORDS, PagedArrays, PagedOptions, plain, problem_of
 from rawattn.paged_tables import check_tables
+from rawattn.params import row_strides
 from rawattn.plan import Plan, kv_write
 from rawattn.plan import paged as paged_plan
 from rawattn.problem import MAX_LENGTH
@@ -330,16 +331,14 @@ def scalars(
     options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
     scale = options.softmax_scale
     scale = problem.head_dim**-0.5 if scale is None else scale
-    found: dict[str, float] = {}
-    for name in ("q", "out"):
-        batch, row, head, _ = _strides(specs[name], 4)
-        found[f"stride_{name}_batch"] = batch
-        found[f"stride_{name}_row"] = row
-        found[f"stride_{name}_head"] = head
+    q, out = specs["q"], specs["out"]
+    assert q is not None and out is not None
     lse_batch, lse_head, _ = _strides(specs["lse"], 3)
     tree_batch, tree_row, _ = _strides(specs["tree_mask"], 3)
     slopes = specs["alibi_slopes"]
-    return found | {
+    return {
+        **row_strides("q", q),
+        **row_strides("out", out),
         "stride_lse_batch": lse_batch,
         "stride_lse_head": lse_head,
         **cache_strides(request.cache, request.specs.k_cache, request.specs.v_cache),

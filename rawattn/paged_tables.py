@@ -156,7 +156,8 @@ def _check_csr(of: PagedArrays, names: PagedArrays, problem: PagedProblem, cache
             )
     lasts = to_host(of.kv_last_page_len).tolist()
     lengths = [n and (n - 1) * cache.page + x for n, x in zip(counts, lasts, strict=True)]
-    check_each("the tokens of sequence", lengths, [problem.max_k] * len(lengths))
+    what = "the tokens, which max_seqlen_k bounds, of sequence"
+    check_each(what, lengths, [problem.max_k] * len(lengths))
 
 
 def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:

@@ -109,6 +109,16 @@ class Params:
         return argument
 
 
+def row_strides(name: str, spec: Spec, row: str = "row") -> dict[str, int]:
+    """Strides of an array as Params name them: of a batch, 0 where it is packed, a row and a head."""
+    *batch, step, head, _ = spec.steps
+    return {
+        f"stride_{name}_batch": batch[0] if batch else 0,
+        f"stride_{name}_{row}": step,
+        f"stride_{name}_head": head,
+    }
+
+
 def _runs(places: Mapping[int, int]) -> list[tuple[int, struct.Struct, list[int]]]:
     """Offsets of pointers -> which array each holds, as runs of neighbours."""
     runs: list[tuple[int, list[int]]] = []

@@ -344,7 +344,8 @@ def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence
     if "seqused_k" in tables:
         check_each("seqused_k of sequence", tables["seqused_k"], lengths)
         lengths = list(tables["seqused_k"])
-    check_each("the keys of sequence", lengths, [problem.max_k] * len(lengths))
+    what = "the keys, which max_seqlen_k bounds, of sequence"
+    check_each(what, lengths, [problem.max_k] * len(lengths))
 
 
 def row_lengths(name: str, table: Sequence[int], rows: int) -> list[int]:

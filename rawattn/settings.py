@@ -13,7 +13,9 @@ from rawattn.plan import NAMES, Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the environment says. A process reads it once, at its first call."""
+    """What the environment says. A process reads it once, at its first call; ValueError for what
+    it may not say.
+    """
 
     backend: str | None  # RAWATTN_BACKEND
     check: bool  # RAWATTN_CHECK
@@ -21,10 +23,10 @@ class Settings:
     @staticmethod
     @functools.cache
     def read() -> Settings:
-        return Settings(
-            backend=os.environ.get("RAWATTN_BACKEND") or None,
-            check=os.environ.get("RAWATTN_CHECK", "0") not in ("", "0"),
-        )
+        check = os.environ.get("RAWATTN_CHECK") or "0"
+        if check not in ("0", "1"):
+            raise ValueError(f"RAWATTN_CHECK={check!r}: accepted are 0 and 1")
+        return Settings(backend=os.environ.get("RAWATTN_BACKEND") or None, check=check == "1")
 
 
 def forced_backend(asked: str | None, backends: Sequence[Backend]) -> str | None:

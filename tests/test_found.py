@@ -23,7 +23,6 @@ from rawattn.reference_paged import rotated
 from tests.refusals import I32, VALUE, Bad, name_of, refuses
 from tools.emulator.attention import attention
 
-pytest_plugins = ("tests.cli",)
 F32 = np.float32
 
 
@@ -319,54 +318,6 @@ def test_a_number_that_params_cannot_hold_is_refused() -> None:
     Params(launch, numbers, specs, None)
     with pytest.raises(rawattn.Unsupported, match="merge: heads=4294967296: takes integers of 32"):
         Params(launch, {**numbers, "heads": 2**32}, specs, None)
-
-
-# ---- the command line ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("plan --device H200 --page 16", "--page: says nothing without --cache"),
-        ("plan --device H200 --split=0", "--split: says nothing without --cache"),
-        ("roofline --device H200 --weight-bits 16", "--weight-bits: says nothing without --model"),
-        ("roofline --device H200 --model llama-3-8b --heads 16", "--heads: says nothing with --mo"),
-        ("roofline --device H200 --model llama-3-8b --q-len 9", "--q-len: says nothing with --mod"),
-        ("compile --arch sm_80 --all --batch 1", "--batch: says nothing with --all"),
-        ("roofline --device H200 --model=", "model='': accepted are llama-3-8b"),
-        ("roofline --device H200 --plot=", "plot='': accepted are names of PNG files"),
-        ("roofline --device H200 --plot roofs", "plot='roofs': accepted are names of PNG files"),
-        ("plan --device H200 --backend=", "backend='': accepted are fwd_sm90"),
-        ("plan --device H200 --causa", "unrecognized arguments: --causa"),
-        ("plan --head-dim 0", "--head-dim: '0': accepted are integers from 1 to 2147483647"),
-        ("plan --head-dim -1", "--head-dim: '-1': accepted are integers from 1 to 2147483647"),
-        ("roofline --batch 99999999999", "'99999999999': accepted are integers from 0 to 21474836"),
-        (f"roofline --batch {'9' * 5000}", "accepted are integers from 0 to 2147483647"),
-        ("plan --cache NHD --page 99999999999", "accepted are integers from 1 to 2147483647"),
-    ],
-)
-def test_flags(run: Any, line: str, words: str) -> None:
-    code, out, err = run(line)
-    assert (code, out) == (2, "") and words in err
-
-
-def test_the_largest_sizes_take_no_time_and_no_memory(run: Any) -> None:
-    most = 2**31 - 1
-    sizes = f"--batch {most} --heads {most} --q-len {most} --tiles 1 1 --causal"
-    facts = run(f"roofline --device H200 --json {sizes}").facts
-    assert facts["flops"] == 4 * 128 * most**3 * (most + 1) // 2
-    moved = {x["moves"].split("(")[-1]: x["bytes"] for x in facts["algorithms"]}
-    rows = most * (most + 1) // 2  # that meet a key, one by one
-    assert moved["FlashAttention-2)"] == most**2 * 2 * 128 * 2 * (rows + most)
-
-
-@pytest.mark.parametrize("line", ["selftest", "compile --device H200", "plan --device H200"])
-def test_a_variable_that_names_no_backend(
-    run: Any, backend: Callable[[str], None], line: str
-) -> None:
-    backend("foo")
-    found = run(line)
-    assert found.code == 2 and "RAWATTN_BACKEND='foo': accepted are fwd_sm90" in found.err
 
 
 # ---- what is not given ---------------------------------------------------------------------------
