@@ -110,7 +110,7 @@ class Params:
 
 
 def row_strides(name: str, spec: Spec, row: str = "row") -> dict[str, int]:
-    """Strides of an array as Params name them: of a batch, 0 where it is packed, a row and a head."""
+    """Strides as Params name them: of a batch, 0 where rows are packed, of a row and of a head."""
     *batch, step, head, _ = spec.steps
     return {
         f"stride_{name}_batch": batch[0] if batch else 0,
