@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every attention must obey, as functions of an op and a case.
 
-README.md, "Your own kernel", points all of them at a kernel. The cases are drawn by Hypothesis,
+docs/testing.md points all of them at a kernel. The cases are drawn by Hypothesis,
 which the extra [test] brings.
 """
 
