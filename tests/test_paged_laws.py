@@ -90,6 +90,11 @@ CASES = (
     PagedCase(**COMMON, q_lens=(2, 3), k_lens=(70, 9), tree=True, packed=True, window=(9, -1)),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(33, 16), table="csr", scale=-0.5),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), cache_dtype="float8_e4m3fn", scales="heads"),
+    PagedCase(
+        **COMMON, q_lens=(1, 1), k_lens=(70, 9), cache_dtype="float8_e4m3fn", scales="heads",
+        by_sequence=True,
+    ),
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), alibi=True, by_sequence=True, causal=True),
     PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 9), new=2, rotary="halves", causal=True),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), new=1, rotary="interleaved", split=32),
     PagedCase(**COMMON, q_lens=(1, 1), k_lens=(70, 9), layout="x-major", page=8, memory="gaps"),
