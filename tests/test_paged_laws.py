@@ -35,7 +35,7 @@ def readable(backend: str) -> PagedOp:
 # Executors, and their share of the profile's examples.
 EXECUTORS: dict[str, tuple[Callable[[], PagedOp], float]] = {
     "reference": (lambda: paged_op("numpy"), 0.25),
-    "emulator": (paged_emulator_op, 0.02),
+    "emulator": (paged_emulator_op, 0.06),
     "cuda": (lambda: paged_op("cupy"), 1.0),
     "cuda paged_v1": (lambda: readable("paged_v1"), 0.5),
     "cuda paged_v2": (lambda: readable("paged_v2"), 0.5),
