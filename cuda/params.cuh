@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every by-value parameter struct, but for those in params_cache.cuh. rawattn/registry.py reads both
-// files: they are the only definition of their layout. One field a line, `type name;`, shape or unit
-// beside it. Strides count elements. A null pointer is an absent tensor. A struct may inherit
-// another one, which inherits none.
+// Every by-value parameter struct, but for those in params_cache.cuh. rawattn/registry.py reads
+// both files: they are the only definition of their layout. One field a line, `type name;`, shape
+// or unit beside it. Strides count elements. A null pointer is an absent tensor. A struct may
+// inherit another one, which inherits none.
 #pragma once
 
 #include "tensor_map.cuh"
@@ -61,12 +61,13 @@ struct FwdSm90Params : FwdParams {
   ptx::TensorMap out_map;  // box: columns of a chunk x 64 rows; ragged where packed
 };
 
-// Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the layout,
-// element (block, token of the page, head, d) of keys lies at block * stride_k_block + token *
-// stride_k_token + head * stride_k_head + d / x * stride_k_chunk + d % x, with x = 16 bytes of
-// elements (NHD, HND: stride_k_chunk is x; x-major: page * x, and stride_k_token is x). Of values at
-// block * stride_v_block + token * stride_v_token + head * stride_v_head + d * stride_v_dim (1; x-
-// major: page, and stride_v_token is 1). Pages of a sequence: block_table and seqused_k, or CSR.
+// Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the
+// layout, element (block, token of the page, head, d) of keys lies at block * stride_k_block +
+// token * stride_k_token + head * stride_k_head + d / x * stride_k_chunk + d % x, with x = 16 bytes
+// of elements (NHD, HND: stride_k_chunk is x; x-major: page * x, and stride_k_token is x). Of
+// values at block * stride_v_block + token * stride_v_token + head * stride_v_head + d *
+// stride_v_dim (1; x-major: page, and stride_v_token is 1). Pages of a sequence: block_table and
+// seqused_k, or CSR.
 struct PagedParams {
   // What is read first stands last, and together: constants arrive a 64-byte line at a time.
   const float* alibi_slopes;       // [q_heads] or [batch, q_heads]; may be null

@@ -28,7 +28,7 @@ from rawattn.merge_call import MergeOptions, States, merge_problem, merge_scalar
 from rawattn.paged_call import LSE, OUT, PARAMS, WORKSPACE, Request, accepted, paged_result, scalars
 from rawattn.paged_call import operation as paged_operation
 from rawattn.paged_host import scale
-from rawattn.paged_problem import PagedProblem
+from rawattn.paged_problem import PagedProblem, Scale
 from rawattn.paged_request import PagedArrays, PagedOptions
 from rawattn.paged_tables import check_tables
 from rawattn.plan import Plan, merge
@@ -67,6 +67,13 @@ def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: Paged
             f"common_prefix_len={prefix}: accepted are multiples of the {problem.page} tokens of a "
             f"page, up to the {problem.max_k} that a sequence has room for"
         )
+    for name in ("k_scale", "v_scale"):
+        if getattr(problem, name) is Scale.BATCH_HEAD:
+            kv_heads = problem.kv_heads
+            raise ValueError(
+                f"{getattr(names, name)} has shape {getattr(given, name).shape}: accepted are (), "
+                f"(1,), ({kv_heads},), as sequences share the prefix"
+            )
     joined = _joined(request, given)
     device = given.q.device
     target = Device.host() if device is None else Device.current(device)

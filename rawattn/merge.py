@@ -207,8 +207,9 @@ def cascade_attention(
 
     Notes
     -----
-    There are no windows and no ALiBi slopes: what they do to the prefix differs from sequence to
-    sequence. Prefix pages that are wrong in other rows of `block_table` go unnoticed.
+    There are no windows, no ALiBi slopes and no scales of a sequence, `(batch, kv_heads)`: what
+    they do to the prefix differs from sequence to sequence. Prefix pages that are wrong in other
+    rows of `block_table` go unnoticed.
 
     References
     ----------

@@ -239,6 +239,8 @@ def test_other_types_and_wide_heads(
         k_lens=(70, 33) if size < 257 else (530, 0),
         dtype=dtype,
         cache_dtype=cache,
+        q_heads=4,
+        kv_heads=2,
         layout=layout,
         page=page,
         head_dim=size,
@@ -246,6 +248,8 @@ def test_other_types_and_wide_heads(
         memory="gaps",
         scale=-0.5,
         scales="heads",
+        alibi=True,
+        by_sequence=True,
     )
     law_paged_matches_reference(emulated_op(backend), case)
 

@@ -11,6 +11,7 @@ import pytest
 import rawattn
 from tests.refusals import (  # noqa: F401  two of them are fixtures
     F16,
+    F32,
     I32,
     I64,
     TYPE,
@@ -53,6 +54,15 @@ BAD_CASCADES: Bad = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_CASCADES, ids=name_of)
 def test_cascade(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     refuses(rawattn.cascade_attention, {**cascade(), **changes}, error, message)
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_shared_prefix_has_no_scale_of_a_sequence(name: str) -> None:
+    call = cascade(kv_cache_dtype="int8", **{name: np.ones((2, 2), F32)})
+    for cache in ("k_cache", "v_cache"):
+        call[cache] = zeros(6, 8, 2, 16, dtype=np.int8)
+    message = f"{name} has shape (2, 2): accepted are (), (1,), (2,), as sequences share the prefix"
+    refuses(rawattn.cascade_attention, call, VALUE, message)
 
 
 def test_rows_at_equal_distances_in_a_cascade() -> None:

@@ -168,6 +168,7 @@ SHARED = PagedLimits(
     rotary=("none",),
     alibi=(False,),
     tree=(False,),
+    by_sequence=(False,),
     windows=False,
     max_new=0,
     data=("normal", "dominant", "equal"),
