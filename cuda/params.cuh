@@ -201,7 +201,8 @@ struct DecodeSplitParams : PagedParams {
   long long columns_magic;
   long long rows_magic;
   long long group_magic;
-  int* tile_counter;  // [slots] parts that have arrived; zero before and after a launch
+  int* tile_counter;  // [slots] parts that have arrived, decode_sm90: [slots, warps]; zero before
+                      // and after a launch
   // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots, rows,
   // columns / 4 + 1].
   float4* workspace;

@@ -146,7 +146,10 @@ def test_workspace_holds_two_parts_a_block_or_every_part_of_a_fixed_split() -> N
     assert launch.workspace_bytes == launch.counters * 8 * 64 * 16
     (fixed,) = decode.launches(_with(split=500), H200)
     assert dict(fixed.scalars)["span"] == 512 // fixed.config.unit
-    assert fixed.counters == 32 * 8 * 8  # sequences, heads, parts of 512 of 4096 keys
+    parts = 32 * 8 * 8  # sequences, heads, parts of 512 of 4096 keys
+    assert fixed.kernel == "decode_sm90"
+    assert fixed.counters == parts * 8  # one a warp
+    assert fixed.workspace_bytes == parts * 4 * 64 * (128 + 4)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
