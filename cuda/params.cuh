@@ -130,7 +130,7 @@ struct PagedParams {
   int window_left;  // keys before the diagonal of a query, which is its own; -1 unbounded
 };
 
-// paged_v1: one query a sequence, x-major.
+// paged_v1.
 struct PagedV1Params : PagedParams {
   int local_blocks;       // block-sparse: the last blocks, which all heads see
   int vert_stride;        // every so many blocks is seen besides; 0 or 1: all keys are seen
@@ -138,16 +138,19 @@ struct PagedV1Params : PagedParams {
   int head_sliding_step;  // blocks from a head's offset to the next head's; negative: a KV head's
   int tp_rank;            // times as many heads come before these
   int column_blocks;      // blocks that share the columns of a row of out, Config::head_dim each
+  int queries;            // of a sequence, at most
 };
 
 struct PagedV2Params : PagedParams {
-  float* workspace;  // [batch, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  // [batch, queries, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  float* workspace;
   int local_blocks;  // as in PagedV1Params
   int vert_stride;
   int block_size;
   int head_sliding_step;
   int tp_rank;
   int column_blocks;
+  int queries;
   int partitions;  // of the longest sequence
 };
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
-from rawattn.problem import CacheLayout, Mask, Rows, Scores
+from rawattn.problem import CacheLayout, Mask, Scores
 from rawattn.registry import all_configs
 from tests.problems import decode_problem
 
@@ -114,7 +114,7 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
     [
         _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=16),
         _with(layout=CacheLayout.X_MAJOR, page=1, kv_heads=32),
-        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, q_rows=Rows.PACKED),
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, max_q=2),
     ],
 )
 def test_odd_pages_that_are_its_own(problem: PagedProblem) -> None:
