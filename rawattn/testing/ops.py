@@ -56,7 +56,7 @@ class Op:
     """A kernel under test.
 
     `bitwise`, which is the default, promises that a row's bits do not depend on what else is in the
-    batch, nor on strides that leave rows on 16 bytes. An op with `bitwise=False` need only be as
+    batch, nor on strides that leave rows on 16 bytes (and padded sequences whole rows apart). An op with `bitwise=False` need only be as
     close to the reference there as anywhere. That the same call gives the same bits again, all ops
     must obey.
 

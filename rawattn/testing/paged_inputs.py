@@ -103,7 +103,7 @@ class PagedTensors:
             head_dim=c.head_dim,
             value_dim=c.value_dim,
             layout="packed",
-            causal=c.causal and not c.tree,
+            causal=c.causal,
             window=(c.window[0], -1) if c.tree else c.window,
             scale=c.scale,
             softcap=c.softcap,
