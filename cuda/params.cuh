@@ -131,7 +131,7 @@ struct PagedParams {
   int window_left;  // keys before the diagonal of a query, which is its own; -1 unbounded
 };
 
-// paged_v1: one query a sequence, x-major.
+// paged_v1.
 struct PagedV1Params : PagedParams {
   int local_blocks;       // block-sparse: the last blocks, which all heads see
   int vert_stride;        // every so many blocks is seen besides; 0 or 1: all keys are seen
@@ -139,16 +139,19 @@ struct PagedV1Params : PagedParams {
   int head_sliding_step;  // blocks from a head's offset to the next head's; negative: a KV head's
   int tp_rank;            // times as many heads come before these
   int column_blocks;      // blocks that share the columns of a row of out, Config::head_dim each
+  int queries;            // of a sequence, at most
 };
 
 struct PagedV2Params : PagedParams {
-  float* workspace;  // [batch, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  // [batch, queries, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  float* workspace;
   int local_blocks;  // as in PagedV1Params
   int vert_stride;
   int block_size;
   int head_sliding_step;
   int tp_rank;
   int column_blocks;
+  int queries;
   int partitions;  // of the longest sequence
 };
 
@@ -202,7 +205,8 @@ struct DecodeSplitParams : PagedParams {
   long long columns_magic;
   long long rows_magic;
   long long group_magic;
-  int* tile_counter;  // [slots] parts that have arrived; zero before and after a launch
+  int* tile_counter;  // [slots] parts that have arrived, decode_sm90: [slots, warps]; zero before
+                      // and after a launch
   // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots, rows,
   // columns / 4 + 1].
   float4* workspace;

@@ -213,6 +213,11 @@ class DecodeSplit:
         return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 8) // 1024) * 1024
 
     @property
+    def counters(self) -> int:
+        """Of a segment."""
+        return 1
+
+    @property
     def slot_bytes(self) -> int:
         """Of the workspace, for the sums of a part."""
         return 8 * self.rows * self.head_dim

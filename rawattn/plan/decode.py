@@ -272,7 +272,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
             ),
             maps=_maps(p, config) if isinstance(config, DecodeSm90) or config.tma else (),
             cluster=config.cluster,
-            counters=slots,
+            counters=slots * config.counters,
             workspace_bytes=slots * config.slot_bytes,
         ),
     )
