@@ -220,4 +220,7 @@ def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem) -
 
 
 def _aligned(cache: Cache, caches: Sequence[Spec], rows: Sequence[Spec]) -> bool:
-    return copy_width(cache, caches, rows) == 16
+    """Whether threads move whole pieces, 16 bytes of a cache: more than 16 of a wider row."""
+    size = DTYPES[cache.dtype].itemsize
+    whole = all(size * columns % 16 == 0 for columns in (cache.head_dim, cache.value_dim))
+    return (whole or not caches) and copy_width(cache, caches, rows) == 16

@@ -267,6 +267,23 @@ def test_several_queries(backend: str, how: dict[str, Any]) -> None:
     law_paged_matches_reference(emulated_op(backend), PagedCase(**{**case, **how}))
 
 
+@pytest.mark.parametrize(("dtype", "value_dim"), [("float16", 8), ("bfloat16", 24)])
+def test_new_values_narrower_than_a_piece(dtype: str, value_dim: int) -> None:
+    """Rows of 16 bytes in v, but no 16 bytes in a cache of 8 bits: nothing past them is read."""
+    case = PagedCase(
+        q_lens=(1,),
+        k_lens=(1,),
+        dtype=dtype,
+        cache_dtype="float8_e4m3fn",
+        head_dim=32,
+        value_dim=value_dim,
+        layout="x-major",
+        page=2,
+        new=1,
+    )
+    law_paged_matches_reference(emulated_op("paged_v1"), case)
+
+
 SPARSE = [
     BlockSparse(local_blocks=2, vert_stride=6, block_size=32, head_sliding_step=1, tp_rank=0),
     BlockSparse(local_blocks=0, vert_stride=7, block_size=16, head_sliding_step=-2, tp_rank=3),
