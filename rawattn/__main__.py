@@ -35,13 +35,18 @@ SHAPE = (
     "--softcap", "--alibi", "--sink", "--varlen",
 )
 # fmt: on
+PAGED = ("--page", "--cache-dtype", "--split", "--append", "--rotary")
+CALL = ("--backend", "--cache", *PAGED)
 # Commands, and flags that say nothing there with another flag, or without it.
 UNUSED = (
-    ("plan", "without", "--cache", ("--page", "--cache-dtype", "--split")),
+    ("plan", "without", "--cache", PAGED),
+    ("plan", "without", "--append", ("--rotary",)),
     ("roofline", "without", "--model", ("--kv-bits", "--weight-bits")),
     ("roofline", "with", "--model", ("--q-len", *SHAPE, "--tiles")),
     ("roofline", "without", "--plot", ("--rows",)),
-    ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE)),
+    ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE, *CALL)),
+    ("compile", "without", "--cache", PAGED),
+    ("compile", "without", "--append", ("--rotary",)),
 )
 LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
@@ -130,12 +135,11 @@ def parser() -> Parser:
         return commands.add_parser(name, help=text, description=text, parents=[common, *parents])
 
     add("info", "GPU, compiler, cache and backends of this machine")
-    one = add("plan", "which backend and which tiles a problem gets, and why", problem_flags())
-    one.add_argument("--backend", help="take this one, or say why not")
-    _cache_flags(one)
+    _call_flags(add("plan", "which backend and tiles a problem gets, and why", problem_flags()))
     _roofline_flags(add("roofline", "least time of a problem or a model", problem_flags()))
-    fill = add("compile", "fill the kernel cache ahead of time", problem_flags(arch=True))
-    fill.add_argument("--all", action="store_true", help="all kernels, not those of one problem")
+    fill = add("compile", "fill the kernel cache ahead of time", problem_flags(ahead=True))
+    _call_flags(fill)
+    fill.add_argument("--all", action="store_true", help="all kernels, not those of some calls")
     fill.add_argument("--jobs", type=positive, help="processes (default: one a core)")
     kernels = add("cache", "compiled kernels on this machine; not the objects of the emulator")
     kernels.add_argument("action", choices=("list", "size", "clear"), nargs="?", default="list")
@@ -144,12 +148,20 @@ def parser() -> Parser:
     return whole
 
 
-def _cache_flags(flags: Parser) -> None:
+def _call_flags(flags: Parser) -> None:
+    """What a call says beside its problem: a backend, and a cache."""
+    flags.add_argument("--backend", help="take this one, or say why not")
     cache = flags.add_argument_group("paged cache")
     cache.add_argument("--cache", choices=("NHD", "HND", "x-major"), help="keys lie in pages")
     cache.add_argument("--page", type=positive, default=16, help="tokens a page, default 16")
     cache.add_argument("--cache-dtype", default="auto", help="auto (default), fp8, fp8_e5m2, int8")
     cache.add_argument("--split", type=count, default=0, help="tokens of a part, default balanced")
+    cache.add_argument(
+        "--append", action="store_true", help="store the tokens of the queries first"
+    )
+    cache.add_argument(
+        "--rotary", type=positive, metavar="DIM", help="with --append: columns turned"
+    )
 
 
 def _roofline_flags(roofs: Parser) -> None:
@@ -172,16 +184,29 @@ def _bench_flags(flags: Parser) -> None:
     flags.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")
 
 
-def problem_flags(*, arch: bool = False) -> Parser:
-    """The flags that `rawattn.cli.flags` reads: a problem and a device, or an `arch` for it."""
+def problem_flags(*, ahead: bool = False) -> Parser:
+    """The flags that `rawattn.cli.flags` reads: a problem and a device.
+
+    `ahead` is for what compiles: batch and lengths are lists then, and an `arch` may stand for the
+    device.
+    """
     flags = Parser(add_help=False)
     sizes = flags.add_argument_group("problem")
+
+    def add(name: str, default: int | None, text: str) -> None:
+        several = ahead and name in ("batch", "q-len", "k-len")
+        sizes.add_argument(
+            f"--{name}",
+            type=positive if name.endswith("dim") else count,
+            nargs="+" if several else None,
+            default=[default] if several else default,
+            help=text + "; several: all combinations" * several,
+        )
+
     for name, default in (("batch", 1), ("q-len", 4096), ("heads", 16), ("head-dim", 128)):
-        kind = positive if name == "head-dim" else count
-        sizes.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
+        add(name, default, f"default {default}")
     for name, other in (("k-len", "q-len"), ("kv-heads", "heads"), ("value-dim", "head-dim")):
-        kind = positive if name == "value-dim" else count
-        sizes.add_argument(f"--{name}", type=kind, help=f"default: as --{other}")
+        add(name, None, f"default: as --{other}")
     sizes.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default), float32")
     sizes.add_argument(
         "--causal", nargs="?", const=True, default=False, choices=("bottom_right", "top_left")
@@ -197,7 +222,7 @@ def problem_flags(*, arch: bool = False) -> Parser:
     target.add_argument(
         "--device", default="current", help="current (default), host, or a GPU as H200"
     )
-    if arch:
+    if ahead:
         target.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")
     return flags
 

@@ -137,14 +137,13 @@ def resolve(
     request = accepted(names, one_query, given, options)
     device = given.q.device
     target = Device.host() if device is None else Device.current(device)
-    backend = forced_backend(options.backend, paged_plan.BACKENDS)
-    plans = [*_first_plans(request, target), paged_plan.plan(request.problem, target, backend)]
-    made = None if device is None else _steps(request, plans, device)
+    steps = plans(request, target)
+    made = None if device is None else _steps(request, steps, device)
     check_workspace(given.workspace, made.workspace_bytes if made else 0)
     new = [(OUT, request.specs.out), (LSE, request.specs.lse)]
     written = [OUT, LSE, *SCRATCH, WORKSPACE, *(CACHES if request.new else ())]
     return Kind(
-        plans=tuple(plans),
+        plans=tuple(steps),
         given=given,
         new=tuple((n, _without_axis(x, one_query)) for n, x in new if x and keys[n] is None),
         neighbours=neighbours(given, written),
@@ -188,6 +187,19 @@ def accepted(
     )
 
 
+def plans(request: Request, device: Device) -> list[Plan]:
+    """Of all steps, attention the last; raises `Unsupported` where nobody takes one of them."""
+    new = request.new
+    first: list[Any] = [new.write, new.rotary] if new else []
+    if request.measured:
+        first.append(SequencesProblem(batch=request.problem.batch))
+    backend = forced_backend(request.options.backend, paged_plan.BACKENDS)
+    return [
+        *(kv_write.plan(problem, device) for problem in first if problem is not None),
+        paged_plan.plan(request.problem, device, backend),
+    ]
+
+
 def _with_axis(x: Spec) -> Spec:
     """(batch, heads, size) as one query a sequence."""
     return x._replace(
@@ -225,15 +237,6 @@ def _run(arrays: list[Any], *, request: Request, one_query: bool) -> None:
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
-
-
-def _first_plans(request: Request, device: Device) -> list[Plan]:
-    """Of the steps before attention."""
-    new = request.new
-    problems: list[Any] = [new.write, new.rotary] if new else []
-    if request.measured:
-        problems.append(SequencesProblem(batch=request.problem.batch))
-    return [kv_write.plan(problem, device) for problem in problems if problem is not None]
 
 
 def _steps(request: Request, plans: list[Plan], device: int) -> Steps:

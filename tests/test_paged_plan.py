@@ -88,7 +88,7 @@ def test_the_environment_names_a_backend_of_the_list(backend: Any) -> None:
 
 
 def of_flags(line: str) -> PagedProblem:
-    return paged_flags.problem(parser().parse_args(["plan", *line.split()]))
+    return paged_flags.request(parser().parse_args(["plan", *line.split()])).problem
 
 
 def test_flags_state_the_problem_of_the_call() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -15,11 +16,9 @@ from typing import Any
 from rawattn import cache, compile
 from rawattn.cli import flags
 from rawattn.cli.cache import folder_facts
+from rawattn.cli.plan import plans
 from rawattn.device import DEVICES, Device
-from rawattn.plan import BACKENDS, plan
-from rawattn.problem import Problem
 from rawattn.registry import ARCHITECTURES, KERNELS, Config, all_configs
-from rawattn.settings import forced_backend
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
@@ -28,7 +27,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     if args.all:
         todo = [(kernel.name, config) for kernel, config in all_configs(device.arch)]
     else:
-        todo = _of_one_problem(flags.problem(args), device)
+        todo = of_calls(args, device)
     if not todo:
         raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
     start = time.perf_counter()
@@ -44,15 +43,22 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     }, int(bool(errors))
 
 
-def _of_one_problem(problem: Problem, device: Device) -> list[tuple[str, Config]]:
-    """The kernels of a problem. ValueError where it has none on any device."""
-    if problem.empty:
-        raise ValueError(
-            f"batch={problem.batch}, q_len={problem.max_q}: accepted are problems with an output, "
-            "others launch nothing"
-        )
-    chosen = plan(problem, device, forced_backend(None, BACKENDS))
-    return [(launch.kernel, launch.config) for launch in chosen.launches]
+def of_calls(args: Namespace, device: Device) -> list[tuple[str, Config]]:
+    """What the calls of the flags launch, each kernel once: calls of all batches and lengths.
+
+    Raises as `plans`; ValueError for a call that launches nothing on any device.
+    """
+    found: dict[tuple[str, Config], None] = {}
+    for batch, q_len, k_len in itertools.product(args.batch, args.q_len, args.k_len):
+        call = Namespace(**{**vars(args), "batch": batch, "q_len": q_len, "k_len": k_len})
+        steps = plans(call, device)
+        if steps[-1].problem.empty:
+            raise ValueError(
+                f"batch={batch}, q_len={q_len}: accepted are problems with an output, "
+                "others launch nothing"
+            )
+        found |= {(launch.kernel, launch.config): None for s in steps for launch in s.launches}
+    return list(found)
 
 
 def _device(args: Namespace) -> Device:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags -> the PagedProblem that a call over such a cache would have."""
+"""Flags -> the request that a call over such a cache would be."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from rawattn.arrays import DTYPES, contiguous, dtype_name
+from rawattn.arrays import DTYPES, Spec, contiguous, dtype_name
 from rawattn.cache_request import EIGHT_BIT, cache_choice
 from rawattn.cli.flags import k_len
-from rawattn.paged_problem import PagedProblem
-from rawattn.paged_request import FIELDS, PagedArrays, PagedOptions, problem_of
+from rawattn.paged_call import Request, accepted
+from rawattn.paged_request import FIELDS, PagedArrays, PagedOptions
 
 
-def problem(args: Namespace) -> PagedProblem:
-    """The problem of contiguous arrays; raises what `flash_attn_with_kvcache` raises."""
+def request(args: Namespace) -> Request:
+    """The call with contiguous arrays; raises what `flash_attn_with_kvcache` raises."""
     dtype = dtype_name("dtype", args.dtype)
     stored = EIGHT_BIT.get(cache_choice(args.cache_dtype), dtype)
     heads = args.heads if args.kv_heads is None else args.kv_heads
@@ -40,6 +40,7 @@ def problem(args: Namespace) -> PagedProblem:
         cu_seqlens_q=starts if args.varlen else None,
         alibi_slopes=per_head if args.alibi else None,
         sink=per_head if args.sink else None,
+        **_new_tokens(args, rows, heads, dtype),
     )
     options = PagedOptions(
         causal=args.causal,
@@ -50,5 +51,28 @@ def problem(args: Namespace) -> PagedProblem:
         max_seqlen_q=args.q_len,
         max_seqlen_k=k_len(args),
         split_tokens=args.split,
+        backend=args.backend,
     )
-    return problem_of(FIELDS, specs, options)[0]
+    return accepted(FIELDS, False, specs, options)
+
+
+def _new_tokens(
+    args: Namespace, rows: tuple[int, ...], kv_heads: int, dtype: str
+) -> dict[str, Spec]:
+    """Arrays of the tokens that ``--append`` stores, one for each query, and rotary tables."""
+    if not args.append:
+        return {}
+    sizes = args.head_dim, args.head_dim if args.value_dim is None else args.value_dim
+    found = {
+        n: contiguous((*rows, kv_heads, s), dtype, None) for n, s in zip("kv", sizes, strict=True)
+    }
+    if args.varlen:
+        found["cu_seqlens_new"] = contiguous((args.batch + 1,), "int32", None)
+    if args.rotary is not None:
+        if args.rotary % 2 or args.rotary > args.head_dim:
+            raise ValueError(
+                f"rotary={args.rotary}: accepted are even numbers up to head_dim={args.head_dim}"
+            )
+        table = contiguous((max(1, k_len(args)), args.rotary // 2), dtype, None)
+        found |= {"rotary_cos": table, "rotary_sin": table}
+    return found

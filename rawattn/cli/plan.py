@@ -9,33 +9,50 @@ from dataclasses import asdict
 from typing import Any
 
 from rawattn.cli import flags, paged_flags
-from rawattn.plan import Launch, dense, paged
+from rawattn.device import Device
+from rawattn.paged_call import plans as paged_plans
+from rawattn.plan import Launch, Plan, dense, paged
 from rawattn.problem import Unsupported
 from rawattn.settings import forced_backend
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of a plan, and 0; with 2 the reasons of all backends, where none takes the problem."""
-    problem = paged_flags.problem(args) if args.cache else flags.problem(args)
-    planner: Any = paged if args.cache else dense
-    device, forced = flags.device(args), forced_backend(args.backend, planner.BACKENDS)
+    problem = paged_flags.request(args).problem if args.cache else flags.problem(args)
+    device = flags.device(args)
     asked = {
         "problem": problem_facts(problem),
         "device": {"name": device.name, "arch": device.arch, "sms": device.sms},
     }
     try:
-        made = planner.plan(problem, device, forced)
+        steps = plans(args, device)
     except Unsupported:
-        asked_of = [b for b in planner.BACKENDS if forced in (None, b.name)]
-        reasons = [f"{b.name}: {b.refuses(problem, device)}" for b in asked_of]
-        return {**asked, "backend": None, "passed_over": reasons}, 2
+        backends: Any = paged.BACKENDS if args.cache else dense.BACKENDS
+        forced = forced_backend(args.backend, backends)
+        reasons = {b.name: b.refuses(problem, device) for b in backends if forced in (None, b.name)}
+        if None in reasons.values():  # what nobody takes is a step before attention
+            raise
+        passed_over = [f"{name}: {reason}" for name, reason in reasons.items()]
+        return {**asked, "backend": None, "passed_over": passed_over}, 2
+    attention = steps[-1]
     return {
         **asked,
-        "backend": made.backend,
-        "passed_over": list(made.why),
-        "workspace_bytes": made.workspace_bytes,
-        "launches": [_launch_facts(launch) for launch in made.launches],
+        "backend": attention.backend,
+        "passed_over": list(attention.why),
+        "workspace_bytes": attention.workspace_bytes,
+        "launches": [_launch_facts(launch) for step in steps for launch in step.launches],
     }, 0
+
+
+def plans(args: Namespace, device: Device) -> list[Plan]:
+    """Of all steps of the call that the flags describe, attention the last.
+
+    Raises what the public functions raise, `Unsupported` among it.
+    """
+    if args.cache:
+        return paged_plans(paged_flags.request(args), device)
+    backend = forced_backend(args.backend, dense.BACKENDS)
+    return [dense.plan(flags.problem(args), device, backend)]
 
 
 def problem_facts(problem: Any) -> dict[str, Any]:
