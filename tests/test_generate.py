@@ -170,7 +170,7 @@ def test_tokens_equal_the_oracle(checkpoint, prompt_tokens, greedy):
     ],
 )
 def test_rounded_tokens_are_explained_by_rounding(checkpoint, device, dtype):
-    dtype = example.DTYPES[dtype]
+    dtype = example.scalar_type(dtype)
     model = Llama(checkpoint, example.array_module(device), dtype)
     check_against_oracle(checkpoint, example.generate(model, PROMPTS, MAX_NEW), dtype)
 
