@@ -23,7 +23,9 @@ ARCH_OF_CAPABILITY = {
     (12, 1): "sm_120",
 }
 
-INSTALL_GPU = "install rawattn[cuda12] or rawattn[cuda13], whichever your driver takes"
+# How to install an extra, from a clone or with the file of a wheel.
+INSTALL = "pip install '.[{0}]' in the clone, or 'rawattn-VERSION-py3-none-any.whl[{0}]' of a wheel"
+INSTALL_GPU = INSTALL.format("cuda12") + "; cuda13 if your driver is for CUDA 13"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,4 +88,4 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = run(f"roofline --device H200 --plot {tmp_path}/x.png")
-    assert found.code == 1 and "install rawattn[bench]" in found.err
+    assert found.code == 1 and "pip install '.[bench]' in the clone" in found.err

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from typing import Any
 
 import pytest
 
+import rawattn
 from rawattn import device
 from rawattn.device import ARCH_OF_CAPABILITY, DEVICES, Device
 from rawattn.registry import ARCHITECTURES
+from tests.markdown import ROOT
 
 V100 = {"name": b"Tesla V100", "major": 7, "minor": 0}
 H200 = {
@@ -76,7 +79,7 @@ def test_a_gpu_that_no_kernel_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(RuntimeError, match=r"GPU arrays need CuPy: install rawattn\[cuda12\]"):
+    with pytest.raises(RuntimeError, match=r"GPU arrays need CuPy: pip install '\.\[cuda12\]'"):
         Device.current()
 
 
@@ -90,3 +93,15 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cuda_with(getDeviceCount=count))
     with pytest.raises(RuntimeError, match="no CUDA GPU here"):
         Device.current()
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "bench"])
+def test_messages_and_pages_install_alike(extra: str) -> None:
+    clone, wheel = re.findall(r"'([^']+)'", device.INSTALL.format(extra))
+    install = (ROOT / "docs/install.md").read_text()
+    if extra != "bench":  # which only plots need
+        for page in ((ROOT / "README.md").read_text(), install):
+            assert f"pip install '{clone}'" in page
+    version, cut = f"{rawattn.__version__}-py3", wheel.split("[")[0]
+    assert cut.replace("VERSION-py3", version) in install and f"`[{extra}]`" in install
+    assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rawattn.device import Device
+from rawattn.device import INSTALL, Device
 from rawattn.roofline.roofs import peaks, ridge
 
 COLUMNS = ("gpu", "case", "backend", "tflops", "gb_per_s", "peer_version")
@@ -73,7 +73,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError(f"plots need matplotlib: install rawattn[bench] ({error})") from None
+        how = INSTALL.format("bench")
+        raise RuntimeError(f"plots need matplotlib: {how} ({error})") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
