@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
+from rawattn.plan import BACKENDS
+from rawattn.plan.base import REFERENCE
 from rawattn.testing import LAWS, Case, Law, Op, Record, law_matches_reference, public_op
 from rawattn.testing.strategies import problems
 from tools.emulator.attention import emulator_op
@@ -35,8 +37,7 @@ EXECUTORS = {
     params=[
         "reference",
         pytest.param("emulator", marks=pytest.mark.emulator),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cuda fwd_sm80", marks=pytest.mark.gpu),
+        *(pytest.param(n, marks=pytest.mark.gpu) for n in EXECUTORS if n.startswith("cuda")),
     ],
 )
 def executor(request: pytest.FixtureRequest) -> str:
@@ -62,6 +63,12 @@ def test_law(op: Op, executor: str, law: Law) -> None:
         law(op, case)
 
     check()
+
+
+def test_every_backend_obeys_the_laws() -> None:
+    """The first is what "cuda" chooses; others run only where an executor names them."""
+    _, *others = [backend.name for backend in BACKENDS if backend is not REFERENCE]
+    assert set(EXECUTORS) == {"reference", "emulator", "cuda", *(f"cuda {x}" for x in others)}
 
 
 # Cases that once failed, and that few examples would find again.

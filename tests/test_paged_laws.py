@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 
 from rawattn import Unsupported
+from rawattn.plan.base import REFERENCE
+from rawattn.plan.paged import BACKENDS
 from rawattn.testing import Record
 from rawattn.testing.paged_cases import PagedCase, PagedLimits
 from rawattn.testing.paged_laws import (
@@ -72,6 +74,12 @@ def test_law(law: PagedLaw, executor: str, records: dict[str, Record]) -> None:
         record.examples += op.record.examples
         for output, ratio in op.record.worst.items():
             record.saw(output, ratio)
+
+
+def test_every_backend_obeys_the_laws() -> None:
+    """The first is what "cuda" chooses; others run only where an executor names them."""
+    _, *others = [backend.name for backend in BACKENDS if backend is not REFERENCE]
+    assert set(EXECUTORS) == {"reference", "emulator", "cuda", *(f"cuda {x}" for x in others)}
 
 
 COMMON: dict[str, Any] = {"dtype": "float16", "q_heads": 4, "kv_heads": 2}
