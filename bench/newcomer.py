@@ -5,7 +5,7 @@
 
 Every step is a line of the README, run in a fresh clone of this checkout's last commit, with an
 empty environment and an empty kernel cache. A step that fails ends the run: then the README lacks
-one. What steps print goes to stderr as it comes; `make test` takes a quarter of an hour on two
+one. What steps print goes to stderr as it comes; `make test` takes some ten minutes on two
 cores, so nothing else should run there.
 """
 

@@ -12,6 +12,7 @@ import pytest
 from bench import repeat, run, table
 from bench.rows import append
 from tests.bench_rows import row
+from tests.markdown import ROOT
 
 
 def write(folder: Path, times: dict[str, tuple[float, float]], **values: Any) -> Path:
@@ -42,6 +43,12 @@ def test_the_stated_spread_is_held(committed: Path) -> None:
     assert verdict(committed, same | {"3": (100.0, 215.0)})  # one ratio of ten, by 7.5 %
     assert not verdict(committed, same | {"3": (100.0, 183.0)})
     assert not verdict(committed, same | {"3": (100.0, 208.0), "4": (100.0, 208.0)})
+
+
+def test_the_page_states_what_the_tables_do() -> None:
+    usual, most, times = (f"{100 * x:g}" for x in (repeat.USUAL, repeat.MOST, repeat.TIMES))
+    page = " ".join((ROOT / "bench/README.md").read_text().split())
+    assert f"{usual}, {most} and {times} %" in page
 
 
 def test_what_is_not_in_both_is_not_compared(committed: Path) -> None:
