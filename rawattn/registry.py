@@ -99,7 +99,7 @@ class FwdSm90:
     q_buffers: int  # 2: the next Q loads during this tile, and out leaves through the old one's
     q_registers: bool  # whether Q is read from shared memory once a query tile, not once a key tile
     pingpong: bool  # whether consumers take turns at issuing products
-    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
+    overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 
@@ -138,7 +138,7 @@ class FwdSm90Self:
     value_dim: int  # columns of the V and O tiles
     block_n: int  # keys a tile
     stages: int  # tiles of K, and of V, that shared memory holds
-    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
+    overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 
