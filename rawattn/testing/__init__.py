@@ -2,7 +2,7 @@
 """Test any attention kernel: cases, inputs with poison and canaries, one comparison, and laws.
 
 `strategies`, which draws cases, needs Hypothesis (the extra [test]) and is imported apart: `from
-rawattn.testing.strategies import problems`. README.md, "Your own kernel", has a whole example.
+rawattn.testing.strategies import problems`. docs/testing.md has a whole example.
 """
 
 from rawattn.testing.cases import Case, Limits
