@@ -71,9 +71,10 @@ SELF = FwdSm90Self(
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
 # block: 1k 191 instead of 202.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
-# Keys and values of a wide last sweep, which L2 holds beside what else passes: 128 causal 512
-# 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k 134.2, 136.6 and 137.6.
-WIDE_BYTES = 32 << 20
+# Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
+# tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
+# 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
+WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # Keys a tile, at most, where score steps, which take registers, are compiled in; by consumers.
 SCORES_BLOCK_N = {2: 128, 3: 96}
 
@@ -122,7 +123,8 @@ def _last_sweep(p: Problem, head_group: int) -> int:
     values, where that is more than a head group has; their number, where tiles are equal.
     """
     narrow = max(1, min(32, head_group // p.q_heads))
-    wide = WIDE_BYTES // (2 * p.max_k * (p.head_dim + p.value_dim) * p.kv_heads)
+    room = next(room for least, room in WIDE_BYTES if p.max_k >= least)
+    wide = room // (2 * p.max_k * (p.head_dim + p.value_dim) * p.kv_heads)
     if _full(p) or wide <= narrow:
         return p.batch
     return max(0, p.batch - wide) // narrow * narrow
