@@ -90,6 +90,7 @@ struct DecodeSm90Loader {
       }
       const int page = __shfl_sync(0xffffffffu, pages, i % 32);
       wait(smem.ring.empty[ring.slot], ring.parity ^ 1);
+      __syncwarp();  // a lane that came later could find the slot full, and empty again
       if (lane() == 0) copy(token_of(unit), walk.k_len, kv_head, page);
       ring.advance();
     }
