@@ -23,6 +23,7 @@ GRID = {  # batch: keys a sequence
 }
 SKEWED = (131072, *[128] * 63)
 SUFFIX = {CacheLayout.NHD: "", CacheLayout.HND: "-hnd", CacheLayout.X_MAJOR: "-x"}
+FIRST_GRID = frozenset(f"32x8-d128-p16-b{b}-k{k}" for b, lengths in GRID.items() for k in lengths)
 QUICK = frozenset(
     {
         "32x8-d128-p16-b1-k1024",
@@ -73,6 +74,7 @@ def decode(
             v_scale=scale,
         ),
         quick=name in QUICK,
+        all_peers=name in QUICK or name in FIRST_GRID,
         lengths=None if isinstance(keys, int) else tuple((queries, n) for n in each),
     )
 
@@ -138,6 +140,7 @@ DECODE = Suite(
     backend="decode_split",
     peers=("fa3", "flashinfer", "flashinfer_cuda", "cudnn_fe", "vllm_v1", "vllm_v2", "read"),
     cases=tuple(_decode_cases()),
+    seldom=("cudnn_fe",),
 )
 MERGE = Suite(
     name="merge",

@@ -15,6 +15,7 @@ from bench.rows import Row
 Group = dict[str, Row]  # backend -> row, of one case
 Labels = tuple[str, ...]  # a value for each facet that counts
 
+OTHERS = ("cudnn_fp8", "read", "copy")  # that are no rivals: less precise, or no attention
 NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
@@ -52,7 +53,7 @@ def mask(row: Row) -> str:
 
 FACETS: dict[str, Callable[[Row], str]] = {
     "head dim": lambda r: (
-        str(r.head_dim) if r.head_dim == r.value_dim else f"{r.head_dim}, {r.value_dim}"
+        str(r.head_dim) if r.head_dim == r.value_dim else f"{r.head_dim}, values {r.value_dim}"
     ),
     "mask": mask,
     "type": lambda r: r.dtype,

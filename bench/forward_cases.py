@@ -46,6 +46,7 @@ def dense(
             mask=Mask.of(causal=causal),
         ),
         quick=length in (1024, 8192),
+        all_peers=length in (1024, 8192) or dtype == "float16",
     )
 
 
@@ -65,7 +66,8 @@ def llama(length: int, window: int | None = None) -> Case:
         mask=Mask.of(causal=True, window_size=(-1 if window is None else window - 1, 0)),
     )
     name = "causal" if window is None else f"window{window}"
-    return Case(id=f"llama-{name}-s{length}", problem=problem, quick=length == 4096)
+    quick = length == 4096
+    return Case(id=f"llama-{name}-s{length}", problem=problem, quick=quick, all_peers=quick)
 
 
 TABLE = tuple(dense(d, causal, s) for d in SIZES for causal in MASKS for s in LENGTHS)
@@ -85,6 +87,7 @@ FWD_SM80 = Suite(
     backend="fwd_sm80",
     peers=("fa2", "cudnn", "fa3"),
     cases=TABLE,
+    seldom=("cudnn", "fa3"),  # which have Hopper's instructions
 )
 FWD_SM90 = Suite(
     name="fwd_sm90",
@@ -92,4 +95,5 @@ FWD_SM90 = Suite(
     backend="fwd_sm90",
     peers=("fa3", "cudnn", "fa2", "cudnn_fe", "cudnn_fp8", "jax", "triton"),
     cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN),
+    seldom=("cudnn_fe", "cudnn_fp8", "triton"),
 )

@@ -84,8 +84,8 @@ def measure(
     device, stream = Device.current(), timer.CupyStream()
     exceeded = tensors.nbytes > 2 * device.l2_bytes and not tensors.always_clear
     runs = {c.backend: c.run for c in right}
+    before = GpuState.now()  # takes a while, in which the GPU cools: so the warm-up comes after it
     timer.warm_up(runs, stream)
-    before = GpuState.now()
     clear = None if exceeded else timer.clear_l2(CLEAR * device.l2_bytes)
     times = timer.interleave(runs, stream, rounds=rounds, before=clear)
     setting = Setting(

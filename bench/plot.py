@@ -15,7 +15,7 @@ import hashlib
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.cases import SUITES, Suite, dense
-from bench.facets import Group, length, name, split
+from bench.facets import OTHERS, Group, length, name, split
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
-from bench.rows import RESULTS, ROOT, groups, load
+from bench.rows import RESULTS, ROOT, Row, groups, load
 from rawattn import roofline
 from rawattn.device import DEVICES, Device
 from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, draw, points, pyplot, save
@@ -34,6 +34,24 @@ from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, draw, points, pyplot,
 IMAGES = ROOT / "docs" / "img"
 KEY = "Rows"  # of the PNG text chunk
 COLUMNS = 3  # panels side by side
+GREY = COLOURS[7]
+# One colour for a library in all pictures; its forms differ by marker.
+LOOKS = {
+    "fa3": (COLOURS[1], "s"),
+    "cudnn": (COLOURS[2], "^"),
+    "cudnn_fe": (COLOURS[2], "v"),
+    "cudnn_fp8": (COLOURS[2], "*"),
+    "fa2": (COLOURS[3], "D"),
+    "flashinfer": (COLOURS[4], "P"),
+    "flashinfer_cuda": (COLOURS[4], "p"),
+    "jax": (COLOURS[5], "h"),
+    "triton": (COLOURS[6], "x"),
+    "vllm": (COLOURS[6], "X"),
+    "vllm_v1": (COLOURS[6], "<"),
+    "vllm_v2": (COLOURS[6], ">"),
+    "read": (GREY, "*"),
+    "copy": (GREY, "*"),
+}
 LEAST = 3  # lengths that make a line; kinds of cases with fewer are in the tables alone
 
 
@@ -99,8 +117,8 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
     by_compute = [g[suite.backend].bound for g in cells].count("compute") * 2 >= len(cells)
     plt = pyplot()
     with plt.rc_context(STYLE):
-        rows = math.ceil(len(kinds) / COLUMNS)
-        wide = min(COLUMNS, len(kinds))
+        wide = 2 if len(kinds) == 4 else min(COLUMNS, len(kinds))
+        rows = math.ceil(len(kinds) / wide)
         figure, grid = plt.subplots(
             rows, wide, figsize=(3.6 * wide, 2.9 * rows), sharey=True, squeeze=False
         )
@@ -109,7 +127,7 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
         for place, labels in enumerate(order):
             _panel(panels[place], suite, kinds[labels], by_compute)
             words = [_words(f, x) for f, x in zip(facets, labels, strict=True)]
-            panels[place].set_title(textwrap.fill(", ".join(words), 46), fontsize=9)
+            panels[place].set_title(textwrap.fill(", ".join(words), 54), fontsize=8.5)
         for panel in panels[len(order) :]:
             panel.set_visible(False)
         figure.supylabel("TFLOP/s" if by_compute else "GB/s of least bytes", fontsize=10)
@@ -119,7 +137,7 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
         _peak(panels[: len(order)], Device.named(gpu), by_compute)
         figure.suptitle(f"{suite.name} on {gpu}: higher is faster", fontsize=12)
         figure.tight_layout()
-        _legend(figure, suite, cells)
+        _legend(figure, suite, cells, {row.backend for row in load(source)})
         save(figure, path, **text)
 
 
@@ -141,22 +159,17 @@ def _by_column(
 
 
 def _panel(axes: Any, suite: Suite, cells: Sequence[Group], by_compute: bool) -> None:
-    for i, backend in enumerate((suite.backend, *suite.peers)):
-        rows = [group[backend] for group in cells if backend in group]
-        if not rows:
+    """Speed of each candidate; a line breaks where a length has no row of it."""
+    for backend in (suite.backend, *suite.peers):
+        rows = [group.get(backend) for group in cells]
+        if not any(rows):
             continue
-        speed = [r.tflops if by_compute else r.gb_per_s for r in rows]
-        low = [v * (1 - r.p50_us / r.p80_us) for v, r in zip(speed, rows, strict=True)]
-        high = [v * (r.p50_us / r.p20_us - 1) for v, r in zip(speed, rows, strict=True)]
+        numbers = [_speed(row, by_compute) for row in rows]
         axes.errorbar(
-            [length(r) for r in rows],
-            speed,
-            yerr=(low, high),
-            color=COLOURS[i],
-            marker=MARKERS[i],
-            markersize=5,
-            linewidth=2.2 if i == 0 else 1.3,
-            zorder=3 if i == 0 else 2,
+            [length(group[suite.backend]) for group in cells],
+            [speed for speed, _, _ in numbers],
+            yerr=tuple(zip(*[(low, high) for _, low, high in numbers], strict=True)),
+            **_look(suite, backend),
         )
     lengths = sorted({length(group[suite.backend]) for group in cells})
     axes.set_xscale("log", base=2)
@@ -164,25 +177,43 @@ def _panel(axes: Any, suite: Suite, cells: Sequence[Group], by_compute: bool) ->
     axes.minorticks_off()
 
 
+def _speed(row: Row | None, by_compute: bool) -> tuple[float, float, float]:
+    """The figure of a row, and how far its bar goes down and up; NaN without a row."""
+    if row is None:
+        return math.nan, math.nan, math.nan
+    speed = row.tflops if by_compute else row.gb_per_s
+    return speed, speed * (1 - row.p50_us / row.p80_us), speed * (row.p50_us / row.p20_us - 1)
+
+
+def _look(suite: Suite, backend: str) -> dict[str, Any]:
+    ours = backend == suite.backend
+    colour, marker = (COLOURS[0], MARKERS[0]) if ours else LOOKS[backend]
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": 5,
+        "linewidth": 2.2 if ours else 1.3,
+        "linestyle": "--" if backend in OTHERS else "-",
+        "zorder": 3 if ours else 2,
+    }
+
+
 def _short(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _legend(figure: Any, suite: Suite, cells: Sequence[Group]) -> None:
-    """One for all panels; a peer without rows is named there as a gap."""
+def _legend(figure: Any, suite: Suite, cells: Sequence[Group], measured: Collection[str]) -> None:
+    """One for all panels; a peer without rows there, or anywhere, is named as a gap."""
     from matplotlib.lines import Line2D
 
-    measured = {backend for group in cells for backend in group}
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=COLOURS[i] if b in measured else "none",
-            marker=MARKERS[i] if b in measured else "",
-            label=name(b) + ("" if b in measured else " (not measured)"),
-        )
-        for i, b in enumerate((suite.backend, *suite.peers))
-    ]
+    shown = {backend for group in cells for backend in group}
+    handles = []
+    for b in (suite.backend, *suite.peers):
+        if b in shown:
+            handles.append(Line2D([], [], label=name(b), **_look(suite, b)))
+            continue
+        gap = "in other cells alone" if b in measured else "not measured"
+        handles.append(Line2D([], [], color="none", label=f"{name(b)} ({gap})"))
     figure.legend(handles=handles, loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0.0))
 
 
@@ -207,8 +238,7 @@ def _peak(panels: Sequence[Any], device: Device, by_compute: bool) -> None:
 def _draw_roofs(path: Path, text: dict[str, str], *sources: Path) -> None:
     device = Device.named(load(sources[0])[0].gpu)
     found = [point for source in sources for point in points(source, device)]
-    ceilings = {"read", "copy"}  # what memory gives, no attention
-    draw(device, [p for p in found if p.backend not in ceilings], path, **text)
+    draw(device, [p for p in found if p.backend not in OTHERS], path, **text)
 
 
 def _draw_host(path: Path, text: dict[str, str], source: Path) -> None:
@@ -262,7 +292,7 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[float], form: str) -
     for i, (label, value) in enumerate(zip(names, values, strict=True)):
         ours = label.startswith(("rawattn", "call"))
         gap = math.isnan(value)
-        axes.barh(i, 0 if gap else value, color=COLOURS[0] if ours else COLOURS[7])
+        axes.barh(i, 0 if gap else value, color=COLOURS[0] if ours else GREY)
         shown = "" if gap else form.format(value)
         axes.annotate(
             shown, (0 if gap else value, i), textcoords="offset points", xytext=(4, 0), va="center"

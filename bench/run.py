@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,21 @@ def selected(
     found, refusals = [], []
     for name in names:
         suite = SUITES[name]
-        kept = tuple(peer for peer in suite.peers if wanted is None or peer in wanted)
         try:
-            found += [(replace(suite, peers=kept), c) for c in suite.select(pattern, quick)]
+            cases = suite.select(pattern, quick)
         except ValueError as error:
             refusals.append(str(error))
+            continue
+        for case in cases:
+            kept = suite.peers_of(case) if wanted is None else _among(suite.peers, wanted)
+            found.append((replace(suite, peers=kept), case))
     if not found:
         raise ValueError("; ".join(refusals))
     return found
+
+
+def _among(peers: Sequence[str], wanted: Collection[str]) -> tuple[str, ...]:
+    return tuple(peer for peer in peers if peer in wanted)
 
 
 def pending(cases: Sequence[tuple[Suite, Case]], gpu: str, out: Path, *, again: bool) -> list[Task]:
@@ -154,10 +161,11 @@ def pending(cases: Sequence[tuple[Suite, Case]], gpu: str, out: Path, *, again: 
 
 def tables(cases: Sequence[tuple[Suite, Case]], gpu: str, out: Path) -> str:
     """The newest rows of the cases, a table for each suite."""
-    suites = {suite.name: suite for suite, _ in cases}
     parts = []
-    for suite in suites.values():
-        ids = {case.id for owner, case in cases if owner.name == suite.name}
+    for name in dict.fromkeys(suite.name for suite, _ in cases):
+        ids = {case.id for owner, case in cases if owner.name == name}
+        asked = {peer for owner, _ in cases if owner.name == name for peer in owner.peers}
+        suite = replace(SUITES[name], peers=_among(SUITES[name].peers, asked))
         rows = [r for r in load(results_path(out, gpu, suite.name)) if r.case in ids]
         if suite.op == "forward":
             bar = suite.peers[0] if suite.peers else ""
@@ -197,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, help="one suite (default: all)")
     parser.add_argument("--case", metavar="PATTERN", help="cases that match a shell pattern")
-    parser.add_argument("--peers", metavar="NAMES", help="some peers, by commas (default: all)")
+    parser.add_argument("--peers", metavar="NAMES", help="these, by commas (default: a case's)")
     parser.add_argument("--quick", action="store_true", help="few cells and rounds, four minutes")
     parser.add_argument("--again", action="store_true", help="measure cases that have rows already")
     parser.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")

@@ -17,6 +17,7 @@ class Case:
     id: str
     problem: Any  # a Problem, PagedProblem, MergeProblem or KvWriteProblem
     quick: bool = False  # part of a ``--quick`` run
+    all_peers: bool = False  # the suite's `seldom` peers are measured on it too
     lengths: Lengths | None = None  # where they differ; None: all have max_q and max_k
 
 
@@ -29,6 +30,11 @@ class Suite:
     backend: str
     peers: tuple[str, ...]
     cases: tuple[Case, ...]
+    seldom: tuple[str, ...] = ()  # peers that take seconds to set up, or are no rivals there
+
+    def peers_of(self, case: Case) -> tuple[str, ...]:
+        """The peers that are measured on a case unless others are asked for."""
+        return tuple(p for p in self.peers if case.all_peers or p not in self.seldom)
 
     def select(self, pattern: str | None, quick: bool) -> list[Case]:
         """Cases whose id matches a shell pattern, or ValueError where none does."""

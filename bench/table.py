@@ -5,9 +5,9 @@
     python bench/table.py --write    put them into the pages, between two comments
 
 The README has attention alone, the kinds of cases that were measured at three lengths or more, and
-the peers that have figures there; docs/bench.md has all. Each table is followed by its picture,
-which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps take. A
-test holds the pages to the rows. Needs no GPU.
+the peers that are measured on every case; docs/bench.md has all. Each table is followed by its
+picture, which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps
+take. A test holds the pages to the rows. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import repeat
 from bench.cases import SUITES, Suite
 from bench.compare import FLOOR
-from bench.facets import Group, length, name, split
+from bench.facets import OTHERS, Group, length, name, split
 from bench.first_output import FIRST_OUTPUT
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
@@ -32,8 +34,7 @@ from bench.rows import RESULTS, ROOT, Row, groups, load
 README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
 PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
 IN_README = ("fwd_sm90", "decode", "fwd_sm80")
-OTHERS = ("cudnn_fp8", "read", "copy")  # that are no rivals: less precise, or no attention
-MOST = 20  # cells that are named
+WORST = 4  # cells where a peer is faster that the README names; docs/bench.md names all
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
 NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 
@@ -52,7 +53,19 @@ def markdown(page: str, results: Path = RESULTS) -> str:
         for rows in [load(path)]
         if any(row.backend == suite.backend for row in rows)
     ]
-    return "\n".join(tables) or NO_ROWS
+    return "\n".join([*tables, _spread(results)]) if tables else NO_ROWS
+
+
+def _spread(results: Path) -> str:
+    """To what the numbers repeat, and to what they did."""
+    text = f"Measured again, by `python bench/repeat.py`, numbers repeat: {repeat.stated()}."
+    for folder in sorted((results / "again").glob("*")):
+        rows = [row for path in folder.glob("*.csv") for row in load(path)]
+        if not rows:
+            continue
+        seen = repeat.sentence(repeat.offs(results / folder.name, folder))
+        text += f" {_list(r.gpu for r in rows)}, {_list(r.timestamp[:10] for r in rows)}: {seen}."
+    return f"{text}\n"
 
 
 def _installations(folder: Path) -> str:
@@ -71,8 +84,18 @@ def _installations(folder: Path) -> str:
     walk = [["step", "seconds"], ["---", "---:"]]
     walk += [[f"{row.step}", f"{row.seconds:.1f}"] for row in steps.values()]
     tables = [_table(part) for part in (lines, walk) if len(part) > 2]
-    cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
-    return "\n".join(tables) + (f"\nThe steps on {cores}.\n" if steps else "")
+    told = _when(stacks.values(), "Stacks")
+    if steps:
+        cores = _list(f"{row.cores} cores of {row.cpu}" for row in steps.values())
+        told += _when(steps.values(), f"Steps on {cores}")
+    return "\n".join(tables) + (f"\n{told.strip()}\n" if tables else "")
+
+
+def _when(rows: Iterable[Any], what: str) -> str:
+    """Which code was measured, and when; nothing without rows."""
+    rows = list(rows)
+    days, commits = _list(r.timestamp[:10] for r in rows), _list(r.commit for r in rows)
+    return f" {what}: {days}, commit {commits}." if rows else ""
 
 
 def _first_outputs(results: Path) -> str:
@@ -111,21 +134,24 @@ def _span(text: str) -> tuple[int, int]:
 
 def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     """A line for each kind of case with so many lengths, and what the numbers are."""
-    newest = [group for group in groups(rows).values() if suite.backend in group]
-    facets, kinds = split(newest, suite.backend, least)
+    every = [group for group in groups(rows).values() if suite.backend in group]
+    facets, kinds = split(every, suite.backend, least)
     newest = [group for cells in kinds.values() for group in cells]
     figure = "TFLOP/s" if _compute_bound(suite, newest) else "GB/s"
-    peers = [p for p in suite.peers if least == 1 or any(p in group for group in newest)]
+    usual = [p for p in suite.peers if p not in suite.seldom and any(p in g for g in newest)]
+    peers = suite.peers if least == 1 else usual
     heads = [*facets, "lengths", figure, *(f"/ {name(p)}" for p in peers)]
     lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(peers))]
     lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
     missing = [name(p) for p in suite.peers if p not in {row.backend for row in rows}]
     caption = _caption(suite, path, newest, figure, missing)
-    return f"{_table(lines)}\n{caption}{_behind(suite, newest) if least == 1 else ''}"
+    return f"{_table(lines)}\n{caption}{_behind(suite, every, None if least == 1 else WORST)}"
 
 
-def _behind(suite: Suite, groups: Sequence[Group]) -> str:
-    """The cells where a peer that does the same was faster, and the share of its speed of ours."""
+def _behind(suite: Suite, groups: Sequence[Group], most: int | None) -> str:
+    """The cells where a peer that does the same was faster, and the share of its speed of ours; so
+    many of them, or all.
+    """
     found = []
     for group in groups:
         ours = group[suite.backend]
@@ -135,10 +161,11 @@ def _behind(suite: Suite, groups: Sequence[Group]) -> str:
             found.append((best.p50_us / ours.p50_us, ours.case, name(best.backend)))
     if not found:
         return ""
-    shown = "; ".join(f"{case} {ratio:.2f} of {peer}" for ratio, case, peer in sorted(found)[:MOST])
-    more = f"; {len(found) - MOST} more" if len(found) > MOST else ""
+    shown = "; ".join(f"{case} {ratio:.2f} of {peer}" for ratio, case, peer in sorted(found)[:most])
+    hidden = len(found) - (len(found) if most is None else most)
+    more = f"; {hidden} more [there]({ALL})" if hidden > 0 else ""
     count = f"{len(found)} of {len(groups)} cells"
-    return f"\nA peer was more than 1 % faster in {count}: {shown}{more}.\n"
+    return f"\nA peer was more than {100 * FLOOR:g} % faster in {count}, ours at: {shown}{more}.\n"
 
 
 def _compute_bound(suite: Suite, newest: Sequence[Group]) -> bool:
@@ -154,7 +181,8 @@ def _cells(suite: Suite, peers: Sequence[str], cells: Sequence[Group], figure: s
     line = [f"{len(lengths)}, {_range(lengths, 'd')}", _range(speeds, ".0f")]
     for peer in peers:
         pairs = [(group[peer], group[suite.backend]) for group in cells if peer in group]
-        line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f"))
+        some = f" ({len(pairs)} of {len(cells)})" if 0 < len(pairs) < len(cells) else ""
+        line.append(_range([peer.p50_us / ours.p50_us for peer, ours in pairs], ".2f") + some)
     return line
 
 

@@ -5,18 +5,28 @@ Each round first occupies the stream with a kernel that only waits, then submits
 between two events. Where the wait ended before everything was submitted, the round is thrown away
 and repeated behind a longer wait. So the GPU always has the next launch at hand, and what the
 events hold is GPU time alone.
+
+What a launch takes depends on what ran before it: whether its code is still in the caches, what
+clock the power of that has left, and whether it is the first after the wait. So each timed launch
+follows one of its own that is not timed, a round begins with one that does not count, and in as
+many rounds as there are candidates, each is once in each place. Medians of one case then repeat
+within 2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
+results/nvidia-h200/tuning/timer.csv).
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 Runs = dict[str, Callable[[], Any]]
 
 FIRST_WAIT_US = 400.0
 LONGEST_WAIT_US = 400_000.0
+LEAST_ROUNDS, SECONDS = 11, 4.0  # of a case whose launches are long
+SHORT_SECONDS = 0.1  # in which short launches are timed more often
 CYCLES_PER_US = 2000  # a GPU with a slower clock waits longer, which is harmless
 
 
@@ -74,7 +84,7 @@ def clear_l2(size: int) -> Callable[[], Any]:
     return lambda: buffer.sum(out=result)
 
 
-def warm_up(runs: Runs, stream: Stream, seconds: float = 0.05) -> None:
+def warm_up(runs: Runs, stream: Stream, seconds: float = 0.1) -> None:
     """Run every candidate at least twice, and all of them for `seconds`."""
     start, rounds = time.perf_counter(), 0
     while rounds < 2 or time.perf_counter() - start < seconds:
@@ -84,21 +94,41 @@ def warm_up(runs: Runs, stream: Stream, seconds: float = 0.05) -> None:
         rounds += 1
 
 
+def goes_on(done: int, rounds: int, seconds: float) -> bool:
+    """Whether there is another round after so many of them, and so many seconds."""
+    if seconds > SECONDS:
+        return done < min(rounds, LEAST_ROUNDS)
+    return done < rounds or (seconds < SHORT_SECONDS and done < 4 * rounds)
+
+
+def squares(names: list[str]) -> Iterator[list[str]]:
+    """Orders without end: of as many as there are names, each has each of them in each place."""
+    drawn = random.Random(0)
+    while True:
+        square = drawn.sample(names, len(names))
+        for i in range(len(names)):
+            yield square[i:] + square[:i]
+
+
 def interleave(
     runs: Runs, stream: Stream, *, rounds: int, before: Callable[[], Any] | None = None
 ) -> dict[str, list[float]]:
-    """Microseconds of each launch, `rounds` a candidate; the order rotates by one each round.
+    """Microseconds of each launch, `rounds` a candidate; up to four times as many of short ones,
+    fewer, but LEAST_ROUNDS, of long ones.
 
-    `before` runs ahead of every timed launch, outside its events. RuntimeError where the host
-    cannot submit a round within the longest wait.
+    `before` runs between the launch that is not timed and the one that is, outside its events.
+    RuntimeError where the host cannot submit a round within the longest wait.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order, wait, done = list(runs), FIRST_WAIT_US, 0
-    while done < rounds:
+    wait, done, begun = FIRST_WAIT_US, 0, time.perf_counter()
+    orders = squares(list(runs))
+    order = next(orders)
+    while goes_on(done, rounds, time.perf_counter() - begun):
         stream.wait(wait)
         gate = stream.record()
         events = {}
-        for name in order:
+        for name in (order[-1], *order):  # what is timed twice counts the second time
+            runs[name]()
             if before is not None:
                 before()
             start = stream.record()
@@ -115,6 +145,5 @@ def interleave(
             continue
         for name, (start, end) in events.items():
             times[name].append(stream.elapsed_us(start, end))
-        done += 1
-        order = order[1:] + order[:1]
+        done, order = done + 1, next(orders)
     return times

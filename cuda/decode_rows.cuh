@@ -51,10 +51,15 @@ struct RowBlock {
     if (p.tree_mask == nullptr) return p.window_right < 0 || after <= p.window_right;
     if (key < shift) return true;
     if (row >= count) return false;  // no row of the mask
-    const unsigned char* of_sequence =
-        p.tree_mask +
-        sequence_offset(p.cu_seqlens_q, batch, p.stride_tree_batch, p.stride_tree_row);
-    return of_sequence[query * p.stride_tree_row + key - shift] != 0;
+    return tree_row(p, query)[key - shift] != 0;
+  }
+
+  // The mask of a query: which keys from `shift` on it sees.
+  __device__ __forceinline__ const unsigned char* tree_row(const DecodeSplitParams& p,
+                                                           int query) const {
+    return p.tree_mask +
+           sequence_offset(p.cu_seqlens_q, batch, p.stride_tree_batch, p.stride_tree_row) +
+           query * p.stride_tree_row;
   }
 
   // Keys from `from` up to `to` are seen by every row.

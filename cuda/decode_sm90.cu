@@ -9,9 +9,9 @@
 // sums of all rows (decode_sm90_warpgroup.cuh). Rows that a part lacks cost products, but neither
 // memory nor exponentials.
 // Merging: where a part ends the sums of both warpgroups are added through shared memory. Then they
-// are done; or they go to the workspace, where the last block that arrives at the counter of the
-// segment adds all parts in order; or, where C::cluster blocks share a segment, each adds a share of
-// the columns from the shared memory of all.
+// are done; or they go to the workspace, where each warp has 8 rows of its own, and the last that
+// arrives at the counter of these rows adds all parts in order; or, where C::cluster blocks share a
+// segment, each adds a share of the columns from the shared memory of all.
 // Numerics: float32 accumulation, log2 units, P rounded to 16 bits.
 // Slots past a sequence's end never reach a result; table entries past its last page are not read.
 
@@ -32,17 +32,22 @@ struct DecodeSm90Smem {
   typename Warpgroup::Keys keys[C::stages], values[C::stages];
   alignas(16) float sums[2][C::rows][kRow];  // of each warpgroup
   RingBarriers<C::stages> ring;
-  int arrived;
+  Barrier met;  // of all consumers, twice a part
 };
 
 constexpr int kDecodeConsumers = 256;  // threads
 constexpr int kLoaders = 4;            // warps
-constexpr int kAllConsumers = 3;       // named barrier; 1 and 2 are those of the warpgroups
 
-// All consumers meet. The instruction is for whole warps, whatever branches their lanes come from.
-__device__ __forceinline__ void sync_consumers() {
-  __syncwarp();
-  ptx::bar_sync(kAllConsumers, kDecodeConsumers);
+// What all consumers meet for, with the parity of that phase of `met`.
+enum DecodeSm90Meeting {
+  kQReady = 0,     // and the sums of the part before are read
+  kSumsReady = 1,  // and q is read
+};
+// Every thread arrives: racecheck follows an mbarrier, but not always a named barrier.
+template <class C>
+__device__ __forceinline__ void meet(DecodeSm90Smem<C>& smem, DecodeSm90Meeting meeting) {
+  arrive(smem.met);
+  wait(smem.met, meeting);
 }
 
 // ---- The warps that bring keys and values ----
@@ -121,9 +126,11 @@ template <class C>
 __device__ __forceinline__ void stage_q(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                         typename DecodeSm90Warpgroup<C>::Q& to) {
   constexpr int kPieces = C::head_dim / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < C::rows * kPieces; i += kDecodeConsumers) {
-    const int row = i / kPieces, piece = i % kPieces;
+  static_assert(C::rows * kPieces % kDecodeConsumers == 0, "whole rounds");
+  const int piece = threadIdx.x % kPieces;
+#pragma unroll
+  for (int i = 0; i < C::rows * kPieces / kDecodeConsumers; ++i) {
+    const int row = threadIdx.x / kPieces + i * (kDecodeConsumers / kPieces);
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < rows.count) {
       x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + 8 * piece));
@@ -217,7 +224,7 @@ struct DecodeSm90Merge {
                                                 Warpgroup& group, const RowBlock<C>& rows,
                                                 const Parts& parts) {
     if (group.any) leave(smem, group);
-    sync_consumers();
+    meet(smem, kSumsReady);
     if (row() < rows.count) {
       Sum x;
       x.template add<2>(
@@ -238,7 +245,7 @@ struct DecodeSm90Merge {
       ptx::barrier_cluster_arrive_relaxed();  // blocks stay until they have been read
       ptx::barrier_cluster_wait();
     } else if (parts.count > 1) {
-      finish_segment(p, smem, rows, parts);
+      finish_segment(p, rows, parts);
     }
   }
 
@@ -300,22 +307,20 @@ struct DecodeSm90Merge {
     store(p, rows, x, first);
   }
 
-  // The last block to arrive adds the parts, in order.
-  static __device__ __forceinline__ void finish_segment(const DecodeSplitParams& p, Smem& smem,
+  // Of the warps that have the same rows, the last to arrive adds the parts, in order.
+  static __device__ __forceinline__ void finish_segment(const DecodeSplitParams& p,
                                                         const RowBlock<C>& rows,
                                                         const Parts& parts) {
-    sync_consumers();  // the block's sums are written
-    if (threadIdx.x == 0) {
-      __threadfence();  // and come first
-      smem.arrived = atomicInc(reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot,
-                               static_cast<unsigned>(parts.count - 1));
-      __threadfence();  // and those of the others before what follows
+    const int warp = threadIdx.x / 32;
+    if (warp * 8 >= rows.count) return;
+    __syncwarp();  // the warp's sums are written
+    unsigned arrived = 0;
+    if (threadIdx.x % 32 == 0) {
+      auto* counters = reinterpret_cast<unsigned*>(p.tile_counter) + C::counters * parts.first_slot;
+      arrived = ptx::atom_inc_acq_rel(counters + warp, parts.count - 1);
     }
-    sync_consumers();
-    // One lane of a warp reads it. racecheck sometimes takes named barriers for no order, and reports
-    // this read, or that of a row's sums, in one run and not in the next.
-    const int arrived = __reduce_max_sync(0xffffffffu, threadIdx.x % 32 == 0 ? smem.arrived : 0);
-    if (arrived != parts.count - 1 || row() >= rows.count) return;
+    __syncwarp();  // and those of the others come before what follows
+    if (__shfl_sync(0xffffffffu, arrived, 0) != parts.count - 1 || row() >= rows.count) return;
     Sum x;
 #pragma unroll 1
     for (int part = 0; part < parts.count; part += 2) {
@@ -341,6 +346,17 @@ __device__ __forceinline__ bool begin_walk(const DecodeSplitParams& p, const Blo
   }
 }
 
+// The part after it; false: there is none, as in a cluster, which has a whole segment.
+template <class C>
+__device__ __forceinline__ bool next_walk(const DecodeSplitParams& p, const BlockPlace& at,
+                                          Walk<C>& walk) {
+  if constexpr (C::cluster > 1) {
+    return false;
+  } else {
+    return walk.next(p, at);
+  }
+}
+
 // Units of a part are dealt out to the blocks of a cluster, and there to the warpgroups.
 template <class C>
 __device__ __forceinline__ int block_rank() {
@@ -363,7 +379,7 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
                           ? ahead
                           : loader.read_page(walk.batch, first, walk.k_len);
     loader.load(walk, at.kv_head(p, walk.line), first, pages);
-    more = walk.next(p, at);
+    more = next_walk(p, at, walk);
   }
   if constexpr (C::cluster > 1) {
     if (walk.units > 0) {  // the consumers' two
@@ -387,10 +403,10 @@ __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Sm
   Ring<C::stages> ring;
   Walk<C> walk;
   bool more = begin_walk(p, at, walk);
-  while (more) {
+  while (__any_sync(0xffffffffu, more)) {  // alike in all lanes, and so for ptxas
     const RowBlock<C> rows(p, at, walk);
     stage_q(p, rows, smem.q);
-    sync_consumers();  // and the sums of the part before are read
+    meet(smem, kQReady);
     group.begin(p, rows);
     const int first = uniform(walk.first + block_rank<C>()), last = uniform(walk.last);
     int turn = 0;
@@ -404,7 +420,7 @@ __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Sm
       ring.advance();
     }
     DecodeSm90Merge<C>::finish(p, smem, group, rows, Parts(p, at, walk));
-    more = walk.next(p, at);
+    more = next_walk(p, at, walk);
   }
   write_empty<C>(p);
 }
@@ -418,6 +434,7 @@ __device__ __forceinline__ void decode_sm90(const DecodeSplitParams& p) {
     ptx::prefetch_tensormap(&p.k_map);
     ptx::prefetch_tensormap(&p.v_map);
     smem.ring.init(kLoaders, 1);
+    ptx::mbarrier_init(ptx::shared_address(&smem.met), kDecodeConsumers);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();

@@ -123,20 +123,20 @@ struct DecodeSm90Warpgroup {
                                          float (&s)[1][C::unit / 8][4], int first_key) const {
     const float cap = p.softcap_log2;
     const float scale_over_cap = cap > 0.f ? p.scale_log2 / cap : 0.f;
-    int diagonal[2];
-    float slope[2];  // ALiBi
+    int diagonal[2];  // less the lane's first key
+    float slope[2];   // ALiBi
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = rows.query(p, row(half));
       const bool biased = p.alibi_slopes != nullptr && row(half) < rows.count;
       slope[half] = biased ? rows.slope(p, row(half), query) : 0.f;
-      diagonal[half] = query + rows.shift;
+      diagonal[half] = query + rows.shift - first_key - lane_key();
     }
 #pragma unroll
     for (int i = 0; i < C::unit / 2; ++i) {
       float& x = s[0][i / 4][i % 4];
       const int half = i % 4 / 2;
-      const int distance = diagonal[half] - key_of(first_key, i);
+      const int distance = diagonal[half] - key_of(i);
       x = cap > 0.f ? __fmul_rn(cap, tanhf(x * scale_over_cap)) : __fmul_rn(x, p.scale_log2);
       x = fmaf(-slope[half], fabsf(static_cast<float>(distance)), x);
     }
@@ -145,32 +145,43 @@ struct DecodeSm90Warpgroup {
   // Keys that a row does not see become -inf, whatever they held.
   __device__ __forceinline__ void mask(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                        float (&s)[1][C::unit / 8][4], int first_key) const {
-    int query[2], from[2], to[2];  // what windows, causality and the length leave to a row
+    const int lane_first = first_key + lane_key();
+    int from[2], to[2];  // what windows, causality and the length leave to a row; of key_of
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      query[half] = rows.query(p, row(half));
-      const int diagonal = query[half] + rows.shift;
-      from[half] = p.window_left < 0 ? 0 : diagonal - p.window_left;
+      const int diagonal = rows.query(p, row(half)) + rows.shift;
+      from[half] = (p.window_left < 0 ? 0 : diagonal - p.window_left) - lane_first;
       const bool right = p.window_right >= 0 && p.tree_mask == nullptr;
-      to[half] = right ? min(rows.k_len, diagonal + p.window_right + 1) : rows.k_len;
+      to[half] = (right ? min(rows.k_len, diagonal + p.window_right + 1) : rows.k_len) - lane_first;
     }
 #pragma unroll
     for (int i = 0; i < C::unit / 2; ++i) {
-      const int half = i % 4 / 2, key = key_of(first_key, i);
+      const int half = i % 4 / 2, key = key_of(i);
       if (key < from[half] || key >= to[half]) s[0][i / 4][i % 4] = kEmptyMax;
     }
-    if (p.tree_mask == nullptr) return;
+    if (p.tree_mask != nullptr) mask_tree(p, rows, s, lane_first, to);
+  }
+
+  // And those that the tree hides.
+  __device__ __forceinline__ void mask_tree(const DecodeSplitParams& p, const RowBlock<C>& rows,
+                                            float (&s)[1][C::unit / 8][4], int lane_first,
+                                            const int (&to)[2]) const {
+    const int first_new = rows.shift - lane_first;  // key
 #pragma unroll
-    for (int i = 0; i < C::unit / 2; ++i) {
-      const int half = i % 4 / 2, key = key_of(first_key, i);
-      if (key >= rows.shift && key < to[half] && !rows.sees(p, row(half), query[half], key)) {
-        s[0][i / 4][i % 4] = kEmptyMax;
+    for (int half = 0; half < 2; ++half) {
+      if (row(half) >= rows.count) continue;  // the mask has no such row
+      const unsigned char* tree = rows.tree_row(p, rows.query(p, row(half))) - first_new;
+#pragma unroll
+      for (int i = 0; i < C::unit / 4; ++i) {
+        const int key = key_of(i / 2 * 4 + i % 2);
+        if (key >= first_new && key < to[half] && tree[key] == 0) {
+          s[0][i / 2][2 * half + i % 2] = kEmptyMax;
+        }
       }
     }
   }
 
-  // The key of score i of a lane.
-  static __device__ __forceinline__ int key_of(int first_key, int i) {
-    return first_key + i / 4 * 8 + lane() % 4 * 2 + i % 2;
-  }
+  // The keys of a lane: its first, of a unit, and that of score i from there on.
+  static __device__ __forceinline__ int lane_key() { return lane() % 4 * 2; }
+  static __device__ __forceinline__ int key_of(int i) { return i / 4 * 8 + i % 2; }
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // exp and log of float32 in additions and multiplications alone, each rounded to nearest: the same
-// bits on every GPU, and on the emulator. For what is computed once a row; elsewhere the approximate
-// instructions are faster.
+// bits on every GPU, and on the emulator. For what is computed once a row; elsewhere the
+// approximate instructions are faster.
 #pragma once
 
 #include "types.cuh"

@@ -3,32 +3,30 @@
 // kv_write, rotary, sequences, copy_blocks.
 //
 // kv_write. Where a token goes is its slot, block * page + offset: given in slot_mapping, or, where
-// sequences grow, behind the seqused_k tokens that each has, in the pages of its row of block_table.
-// Where an element of a slot lies is said by strides, so that no layout has code of its own: 16
-// bytes of a key, a chunk, lie side by side in all of them, and so do those of a value unless
-// stride_v_cache_dim says otherwise (x-major: the page).
+// sequences grow, behind the seqused_k tokens that each has, in the pages of its row of
+// block_table. Where an element of a slot lies is said by strides, so that no layout has code of
+// its own: 16 bytes of a key, a chunk, lie side by side in all of them, and so do those of a value
+// unless stride_v_cache_dim says otherwise (x-major: the page).
 //
-// Grid: (blocks of tokens) x (blocks of shares), shares fastest. A share is a chunk of a head's keys
-// or values: a thread has one, and takes it from every token_lanes-th token of its block. The slots
-// of the tokens are looked up first, a thread each. Neighbouring threads have neighbouring chunks of
-// a row, or, for an x-major cache, neighbouring tokens, which lie side by side there. Tokens without
-// a slot, and slots that the cache lacks, are skipped.
+// Grid: (blocks of tokens) x (blocks of shares), shares fastest. A share is a chunk of a head's
+// keys or values: a thread has one, and takes it from every token_lanes-th token of its block. The
+// slots of the tokens are looked up first, a thread each. Neighbouring threads have neighbouring
+// chunks of a row, or, for an x-major cache, neighbouring tokens, which lie side by side there.
+// Tokens without a slot, and slots that the cache lacks, are skipped.
 //
 // Numerics: elements of the cache's own type are copied. Others are rounded to nearest, ties to
 // even, of element / scale. Pairs are turned in float32, each product and sum rounded, and rounded
 // to the type of k: the bits of a rotation before the call. No approximate instruction.
-#pragma once
-
 #include "params_cache.cuh"
 #include "piece.cuh"
 
-// ---- Tokens --------------------------------------------------------------------------------------
+// ---- Tokens -------------------------------------------------------------------------------------
 
-// A new token, and where it comes from: row `row` of batch `batch`, place `index` of its sequence.
+// A token of k, v or x, and where it comes from.
 struct NewToken {
-  int sequence;  // -1: it belongs to none
-  int index;
-  long long row;  // of packed tokens: counted from the first of all
+  int sequence;   // -1: it belongs to none
+  int index;      // among the new tokens of its sequence
+  long long row;  // of its sequence, which a batch stride leads to; packed: among all tokens
 };
 
 // The last sequence that starts at or before a token.
@@ -53,10 +51,10 @@ __device__ __forceinline__ NewToken new_token(const Params& p, long long token) 
   return {inside ? sequence : -1, static_cast<int>(token - p.cu_seqlens_new[sequence]), token};
 }
 
-// ---- Rotation ------------------------------------------------------------------------------------
+// ---- Rotation -----------------------------------------------------------------------------------
 
-// Column d, which holds x, of a row whose first rotary_dim columns are turned in pairs by the angles
-// of a position.
+// Column d, which holds x, of a row whose first rotary_dim columns are turned in pairs by the
+// angles of a position.
 template <class Element, class Params>
 __device__ __forceinline__ float turned(const Params& p, const Element* row, int position, int d,
                                         float x) {
@@ -90,14 +88,15 @@ __device__ __forceinline__ void turn(Piece<Element, kCount>& piece, const Params
   piece.from_floats(x);
 }
 
-// ---- kv_write ------------------------------------------------------------------------------------
+// ---- kv_write -----------------------------------------------------------------------------------
 
+// Where a token goes, and where it comes from.
 struct Slot {
   long long block;  // -1: the token is not stored
-  int offset;
-  int position;   // in its sequence, where tokens are appended
-  long long row;  // row of k and v, in the batch `batch`
-  int batch;
+  int offset;       // in the block
+  int position;     // in its sequence, where tokens are appended
+  long long row;    // of k and v, as NewToken::row
+  int batch;        // its sequence; 0 where slots are given
 };
 
 template <class C>
@@ -132,7 +131,8 @@ __device__ __forceinline__ Slot find_slot(const KvWriteParams& p, long long toke
   return slot;
 }
 
-// Where a thread's chunk of a head comes from and goes to: of keys, or of values.
+// Where a thread's chunk of a head comes from and goes to: of keys, or of values. In k and v that
+// is [.., token, head, column], in a cache whatever its strides say.
 template <class C>
 struct Share {
   using Element = typename C::Element;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void kv_write(const KvWriteParams& p) {
   }
 }
 
-// ---- rotary --------------------------------------------------------------------------------------
+// ---- rotary -------------------------------------------------------------------------------------
 
 // y = x with the first columns of each row turned by its position: for queries, whose keys
 // kv_write turns. Grid: blocks of tokens. A thread takes pieces of rows.
@@ -274,11 +274,11 @@ __device__ __forceinline__ void rotary(const RotaryParams& p) {
   }
 }
 
-// ---- sequences -----------------------------------------------------------------------------------
+// ---- sequences ----------------------------------------------------------------------------------
 
-// The keys of sequences that have new tokens of their own number, or begin behind padding: how many,
-// and, in a contiguous cache that is taken for one of pages that begin at every token, where. Grid:
-// a thread a sequence.
+// The keys of sequences that have new tokens of their own number, or begin behind padding: how
+// many, and, in a contiguous cache that is taken for one of pages that begin at every token, where.
+// Grid: a thread a sequence.
 template <class C>
 __device__ __forceinline__ void sequences(const SequencesParams& p) {
   const int b = blockIdx.x * C::threads + threadIdx.x;
@@ -294,7 +294,7 @@ __device__ __forceinline__ void sequences(const SequencesParams& p) {
   p.first_tokens[b] = row * p.row_tokens + first;
 }
 
-// ---- copy_blocks ---------------------------------------------------------------------------------
+// ---- copy_blocks --------------------------------------------------------------------------------
 
 // Copies whole blocks to other blocks of the same cache, in each of several caches. Grid: (pairs) x
 // (caches) x (chunks of a block), chunks fastest. No destination may be another pair's source or

@@ -23,7 +23,7 @@ __device__ __forceinline__ void attend(PagedSmem<C>& smem, const Params& p, cons
   PagedWarp<C, Params> warp{p, row, smem};
   for (int tile = begin + warp.number() * kTileKeys; tile < end; tile += C::warps * kTileKeys) {
     const int key = tile + warp.lane();
-    const bool seen = key < end && sparse.sees(p, key);
+    const bool seen = key < end && sparse.sees(p, key) && row.sees(p, key);
     const unsigned seen_lanes = __ballot_sync(kAllLanes, seen);
     if (seen_lanes == 0) continue;
     warp.weigh(seen ? warp.score(key, k_scale, slope_log2) : kEmptyMax);
@@ -69,8 +69,8 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
   const int scale_at = row.batch * p.stride_v_scale_batch + row.kv_head * p.stride_v_scale_head;
   const float v_scale = p.v_scale != nullptr ? p.v_scale[scale_at] : p.out_scale;
   const float factor = sum == 0.f ? 0.f : rescale * ptx::rcp_approx(sum) * v_scale;
-  const long long first =
-      row.batch * p.stride_out_batch + row.head * p.stride_out_head + row.first_column;
+  const long long first = row.offset(p.stride_out_batch, p.stride_out_row) +
+                          row.head * p.stride_out_head + row.first_column;
   for (int d = threadIdx.x; d < row.columns; d += C::threads) {
     const float x = factor == 0.f ? 0.f : total.out(smem, d) * factor;
     if constexpr (sizeof(typename C::Cache) > 1) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
     }
   }
   if (p.lse != nullptr && threadIdx.x == 0 && row.first_column == 0) {
-    p.lse[row.batch * p.stride_lse_batch + row.head * p.stride_lse_head] =
+    p.lse[row.offset(p.stride_lse_batch, 1) + row.head * p.stride_lse_head] =
         sum == 0.f ? kEmptyMax : (max + ptx::lg2_approx(sum)) * kLn2;
   }
 }

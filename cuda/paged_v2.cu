@@ -7,9 +7,9 @@
 //                   \\          |         /
 //                     paged_v2_reduce                    one block a row
 //
-// Grid of paged_v2: (sequences) x (partitions) x (blocks of columns) x (query heads), heads fastest;
-// blocks past the end of their sequence leave at once. Grid of paged_v2_reduce: (sequences) x (query
-// heads) x (blocks of columns).
+// Grid of paged_v2: (sequences) x (queries) x (partitions) x (blocks of columns) x (query heads),
+// heads fastest; blocks past the last key of their row leave at once. Grid of paged_v2_reduce:
+// (sequences) x (queries) x (query heads) x (blocks of columns).
 //
 // A partition leaves in the workspace its max and sum, and out without the division, all float32.
 // What no partition wrote is not read.
@@ -25,8 +25,8 @@ using PagedV2ReduceSmem = PagedSmem<C>;
 // Where partitions leave their part of a row: max, sum, then out.
 __device__ __forceinline__ float* part_of(const PagedV2Params& p, const PagedRow& row,
                                           int partition) {
-  const long long number =
-      (static_cast<long long>(row.batch) * p.q_heads + row.head) * p.partitions + partition;
+  const long long token = row.batch * p.queries + row.query;
+  const long long number = (token * p.q_heads + row.head) * p.partitions + partition;
   return p.workspace + number * (p.value_dim + 2);
 }
 
@@ -41,9 +41,8 @@ __device__ __forceinline__ void paged_v2(const PagedV2Params& p) {
   const PagedRow row(p, rest / static_cast<unsigned>(p.partitions) * p.q_heads + head,
                      block - rest * column_blocks, C::head_dim);
   const int first = partition * C::partition;
-  if (first >= row.k_len) return;
-  const int begin = max(first, PagedSequence(p, row.batch).first_key(p));
-  attend(smem, p, row, begin, min(row.k_len, first + C::partition));
+  if (!row.exists || first >= row.end) return;
+  attend(smem, p, row, max(first, row.begin), min(row.end, first + C::partition));
 
   const PagedTotal<C> total(smem);
   float* part = part_of(p, row, partition);
@@ -63,9 +62,10 @@ __device__ __forceinline__ void paged_v2_reduce(const PagedV2Params& p) {
   constexpr int kSteps = C::head_dim / 32;  // dimensions of a lane
   const unsigned column_blocks = p.column_blocks, number = blockIdx.x / column_blocks;
   const PagedRow row(p, number, blockIdx.x - number * column_blocks, C::head_dim);
+  if (!row.exists) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float max = kEmptyMax, sum = 0.f, out[kSteps] = {};
-  for (int i = warp; i < ceil_div(row.k_len, C::partition); i += C::warps) {
+  for (int i = warp; i < ceil_div(row.end, C::partition); i += C::warps) {
     const float* part = part_of(p, row, i);
     const float top = fmaxf(max, part[0]);
     const float alpha = ptx::ex2_approx(max - finite_max(top));

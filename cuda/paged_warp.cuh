@@ -6,7 +6,7 @@
 // is a dimension and a few of the tile's keys, which lie side by side.
 #pragma once
 
-#include "pages.cuh"
+#include "paged_row.cuh"
 #include "piece.cuh"
 #include "softmax.cuh"
 
@@ -21,49 +21,6 @@ struct PagedSmem {
   float out[C::warps][C::head_dim];
   float max[C::warps];
   float sum[C::warps];
-};
-
-// ---- Which keys, of which row --------------------------------------------------------------------
-
-// The row of a block, a (sequence, query head) pair, of which it has up to `width` columns of out.
-struct PagedRow {
-  int batch, head, kv_head;
-  int first_column, columns;
-  int k_len;
-  const int* pages;
-
-  __device__ __forceinline__ PagedRow(const PagedParams& p, unsigned number, int column_block,
-                                      int width)
-      : batch(number / static_cast<unsigned>(p.q_heads)),
-        head(number % static_cast<unsigned>(p.q_heads)),
-        kv_head(head / p.group),
-        first_column(column_block * width),
-        columns(min(width, p.value_dim - first_column)) {
-    const PagedSequence sequence(p, batch);
-    k_len = sequence.k_len;
-    pages = sequence.pages;
-  }
-};
-
-// Block-sparse attention as PagedAttention has it: of the blocks of block_size keys a head sees the
-// last local_blocks, and every vert_stride-th, from an offset that moves from head to head.
-template <class Params>
-struct BlockSparse {
-  int offset;
-  int first_local;
-
-  __device__ __forceinline__ BlockSparse(const Params& p, const PagedRow& row) {
-    const int step = p.head_sliding_step;
-    const int heads = step < 0 ? p.kv_heads : p.q_heads;
-    const int head = p.tp_rank * heads + (step < 0 ? row.kv_head : row.head);
-    offset = head * (step < 0 ? -step : step) + 1;
-    first_local = p.vert_stride > 1 ? (row.k_len - 1) / p.block_size - p.local_blocks + 1 : 0;
-  }
-  __device__ __forceinline__ bool sees(const Params& p, int key) const {
-    if (p.vert_stride <= 1) return true;
-    const int block = key / p.block_size;
-    return block >= first_local || (block + offset) % p.vert_stride == 0;
-  }
 };
 
 // ---- The query, as much of it as a tile holds in shared memory -----------------------------------
@@ -81,7 +38,8 @@ __device__ __forceinline__ float read_element(const PagedParams& p, const void* 
 
 template <class C>
 __device__ __forceinline__ float read_q(const PagedParams& p, const PagedRow& row, int d) {
-  return read_element<C>(p, p.q, row.batch * p.stride_q_batch + row.head * p.stride_q_head + d);
+  const long long first = row.offset(p.stride_q_batch, p.stride_q_row);
+  return read_element<C>(p, p.q, first + row.head * p.stride_q_head + d);
 }
 
 template <class C>
@@ -172,7 +130,7 @@ struct PagedWarp {
     const float scaled = product(key) * (p.scale_log2 * k_scale);
     const float capped =
         p.softcap_log2 > 0.f ? p.softcap_log2 * tanhf(scaled / p.softcap_log2) : scaled;
-    return capped - slope_log2 * static_cast<float>(row.k_len - 1 - key);
+    return capped - slope_log2 * fabsf(static_cast<float>(row.diagonal - key));
   }
 
   // The scores of a tile, one a lane, become weights in shared memory; what there is so far is

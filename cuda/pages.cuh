@@ -38,8 +38,4 @@ struct PagedSequence {
     return p.block_table != nullptr ? p.block_table + batch * p.stride_table
                                     : p.kv_indices + __ldg(p.kv_indptr + batch);
   }
-
-  __device__ __forceinline__ int first_key(const PagedParams& p) const {
-    return window_begin(p, q_len, k_len);
-  }
 };

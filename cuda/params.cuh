@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every by-value parameter struct, but for those in params_cache.cuh. rawattn/registry.py reads both
-// files: they are the only definition of their layout. One field a line, `type name;`, shape or unit
-// beside it. Strides count elements. A null pointer is an absent tensor. A struct may inherit
-// another one, which inherits none.
+// Every by-value parameter struct, but for those in params_cache.cuh. rawattn/registry.py reads
+// both files: they are the only definition of their layout. One field a line, `type name;`, shape
+// or unit beside it. Strides count elements. A null pointer is an absent tensor. A struct may
+// inherit another one, which inherits none.
 #pragma once
 
 #include "tensor_map.cuh"
@@ -61,12 +61,13 @@ struct FwdSm90Params : FwdParams {
   ptx::TensorMap out_map;  // box: columns of a chunk x 64 rows; ragged where packed
 };
 
-// Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the layout,
-// element (block, token of the page, head, d) of keys lies at block * stride_k_block + token *
-// stride_k_token + head * stride_k_head + d / x * stride_k_chunk + d % x, with x = 16 bytes of
-// elements (NHD, HND: stride_k_chunk is x; x-major: page * x, and stride_k_token is x). Of values at
-// block * stride_v_block + token * stride_v_token + head * stride_v_head + d * stride_v_dim (1; x-
-// major: page, and stride_v_token is 1). Pages of a sequence: block_table and seqused_k, or CSR.
+// Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the
+// layout, element (block, token of the page, head, d) of keys lies at block * stride_k_block +
+// token * stride_k_token + head * stride_k_head + d / x * stride_k_chunk + d % x, with x = 16 bytes
+// of elements (NHD, HND: stride_k_chunk is x; x-major: page * x, and stride_k_token is x). Of
+// values at block * stride_v_block + token * stride_v_token + head * stride_v_head + d *
+// stride_v_dim (1; x-major: page, and stride_v_token is 1). Pages of a sequence: block_table and
+// seqused_k, or CSR.
 struct PagedParams {
   // What is read first stands last, and together: constants arrive a 64-byte line at a time.
   const float* alibi_slopes;       // [q_heads] or [batch, q_heads]; may be null
@@ -130,7 +131,7 @@ struct PagedParams {
   int window_left;  // keys before the diagonal of a query, which is its own; -1 unbounded
 };
 
-// paged_v1: one query a sequence, x-major.
+// paged_v1.
 struct PagedV1Params : PagedParams {
   int local_blocks;       // block-sparse: the last blocks, which all heads see
   int vert_stride;        // every so many blocks is seen besides; 0 or 1: all keys are seen
@@ -138,16 +139,19 @@ struct PagedV1Params : PagedParams {
   int head_sliding_step;  // blocks from a head's offset to the next head's; negative: a KV head's
   int tp_rank;            // times as many heads come before these
   int column_blocks;      // blocks that share the columns of a row of out, Config::head_dim each
+  int queries;            // of a sequence, at most
 };
 
 struct PagedV2Params : PagedParams {
-  float* workspace;  // [batch, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  // [batch, queries, q_heads, partitions, 2 + value_dim] max, sum, undivided out
+  float* workspace;
   int local_blocks;  // as in PagedV1Params
   int vert_stride;
   int block_size;
   int head_sliding_step;
   int tp_rank;
   int column_blocks;
+  int queries;
   int partitions;  // of the longest sequence
 };
 
@@ -201,7 +205,8 @@ struct DecodeSplitParams : PagedParams {
   long long columns_magic;
   long long rows_magic;
   long long group_magic;
-  int* tile_counter;  // [slots] parts that have arrived; zero before and after a launch
+  int* tile_counter;  // [slots] parts that have arrived, decode_sm90: [slots, warps]; zero before
+                      // and after a launch
   // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots, rows,
   // columns / 4 + 1].
   float4* workspace;

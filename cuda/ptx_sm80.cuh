@@ -32,8 +32,8 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- Asynchronous copies, global to shared (PTX ISA: cp.async). `bytes` read, the rest of the
-// width zero-filled. ----
+// ---- Asynchronous copies, global to shared (PTX ISA: cp.async). ----
+// `bytes` are read, the rest of the width is filled with zeros.
 __device__ __forceinline__ void cp_async_16(unsigned dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(bytes)
@@ -58,8 +58,9 @@ __device__ __forceinline__ void st_shared_16(unsigned dst, uint4 x) {
                : "memory");
 }
 
-// ---- Atomics (PTX ISA: atom). What its block wrote before comes first, what others did too after it. ----
-// The old value; a value of `last` becomes 0.
+// ---- Atomics (PTX ISA: atom). ----
+// The old value; a value of `last` becomes 0. What this block wrote before is seen by whoever reads
+// the new value, and this block sees what others wrote before theirs.
 __device__ __forceinline__ unsigned atom_inc_acq_rel(unsigned* address, unsigned last) {
   unsigned old;
   asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -122,8 +123,8 @@ __device__ __forceinline__ unsigned sub_f16x2(unsigned a, unsigned b) {
   return d;
 }
 
-// ---- Conversions and special functions (PTX ISA: cvt, ex2, lg2, rcp). `lo` lands in bits 0-15.
-// ----
+// ---- Conversions and special functions (PTX ISA: cvt, ex2, lg2, rcp). ----
+// `lo` lands in bits 0-15.
 __device__ __forceinline__ unsigned cvt_bf16x2(float lo, float hi) {
   unsigned d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));

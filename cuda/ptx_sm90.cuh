@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The PTX instructions that sm_90 adds: one instruction a function, named after it, no logic. Shared addresses are 32 bits
-// (ptx::shared_address); "cluster" addresses come from mapa. tools/emulator/include/ptx_sm90.cuh is the twin.
+// The PTX instructions that sm_90 adds: one instruction a function, named after it, no logic.
+// Shared addresses are 32 bits (ptx::shared_address); "cluster" addresses come from mapa.
+// tools/emulator/include/ptx_sm90.cuh is the twin.
 #pragma once
 
 #include "ptx_sm89.cuh"
@@ -12,11 +13,8 @@ namespace ptx {
 __device__ __forceinline__ void mbarrier_init(unsigned bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
-// mbarrier.inval: the word may be used for something else from here on.
-__device__ __forceinline__ void mbarrier_inval(unsigned bar) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-// fence.mbarrier_init: initialised barriers become visible to the cluster and to asynchronous copies.
+// fence.mbarrier_init: initialised barriers become visible to the cluster and to asynchronous
+// copies.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -24,7 +22,8 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(unsigned bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// mbarrier.arrive on a barrier of another block of the cluster. Relaxed data: nothing written here is handed over.
+// mbarrier.arrive on a barrier of another block of the cluster. Relaxed data: nothing written here
+// is handed over.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned cluster_bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar) : "memory");
 }
@@ -38,7 +37,8 @@ __device__ __forceinline__ void mbarrier_expect_tx(unsigned bar, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// mbarrier.try_wait.parity: whether the phase of that parity has completed; may sleep for a while first.
+// mbarrier.try_wait.parity: whether the phase of that parity has completed; may sleep for a while
+// first.
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned bar, int parity) {
   unsigned done;
   asm volatile(
@@ -64,18 +64,9 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned bar, int pari
       : "memory");
   return done != 0;
 }
-__device__ __forceinline__ bool mbarrier_test_wait(unsigned bar, int parity) {
-  unsigned done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, "
-      "0, p;\n}"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
-  return done != 0;
-}
 
-// ---- Named barriers of the block, 0 to 15; `threads` counts whole warps (PTX ISA: bar, barrier) ----
+// ---- Named barriers of the block, 0 to 15 (PTX ISA: bar, barrier) ----
+// `threads` counts whole warps.
 __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -124,7 +115,8 @@ __device__ __forceinline__ float4 ld_shared_cluster(unsigned cluster_address) {
 }
 
 // ---- Ordinary and asynchronous accesses (PTX ISA: fence.proxy) ----
-// Whoever wrote shared memory with ordinary stores orders them before a copy or wgmma that reads it with this fence.
+// Whoever wrote shared memory with ordinary stores orders them before a copy or wgmma that reads it
+// with this fence.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -151,7 +143,8 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float* dst, unsigned src, in
 __device__ __forceinline__ void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// All but the last kPending groups of this thread have read their sources, which may be overwritten.
+// All but the last kPending groups of this thread have read their sources, which may be
+// overwritten.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -175,7 +168,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(unsigned dst, const unsigned (
 }
 
 // ---- Roles of warps (PTX ISA: setmaxnreg, elect.sync) ----
-// Registers a thread, a multiple of 8; every warp of a warpgroup. Asking for more than the block was given waits for ever.
+// Registers a thread, a multiple of 8; every warp of a warpgroup. Asking for more than the block
+// was given waits for ever.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

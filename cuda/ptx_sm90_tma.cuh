@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor copies (TMA) of sm_90: one instruction a function, no logic. Shared addresses are multiples of 128.
+// Tensor copies (TMA) of sm_90: one instruction a function, no logic. Shared addresses are
+// multiples of 128.
 #pragma once
 
 #include "ptx_sm90.cuh"
@@ -7,11 +8,13 @@
 
 namespace ptx {
 
-// ---- Tensor copies, TMA (PTX ISA: cp.async.bulk.tensor). Coordinates in elements, innermost first. ----
+// ---- Tensor copies, TMA (PTX ISA: cp.async.bulk.tensor) ----
+// Coordinates are in elements, innermost first.
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Global to shared; a box of the map, zeros where it leaves the tensor. Completes its bytes on `bar`.
+// Global to shared; a box of the map, zeros where it leaves the tensor. Completes its bytes on
+// `bar`.
 __device__ __forceinline__ void tma_load_2d(unsigned dst, const TensorMap* map, unsigned bar,
                                             int c0, int c1) {
   asm volatile(
@@ -58,7 +61,8 @@ __device__ __forceinline__ void tma_load_5d(unsigned dst, const TensorMap* map, 
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// The same into every block of the cluster whose bit is set in `blocks`, at the same offsets, barrier included.
+// The same into every block of the cluster whose bit is set in `blocks`, at the same offsets,
+// barrier included.
 __device__ __forceinline__ void tma_load_multicast_2d(unsigned dst, const TensorMap* map,
                                                       unsigned bar, unsigned short blocks, int c0,
                                                       int c1) {
@@ -129,7 +133,8 @@ __device__ __forceinline__ void tma_store_5d(const TensorMap* map, unsigned src,
       "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// global += shared, in the type of the map (PTX ISA: cp.reduce.async.bulk.tensor). Part of a bulk group.
+// global += shared, in the type of the map (PTX ISA: cp.reduce.async.bulk.tensor). Part of a bulk
+// group.
 __device__ __forceinline__ void tma_reduce_add_2d(const TensorMap* map, unsigned src, int c0,
                                                   int c1) {
   asm volatile(

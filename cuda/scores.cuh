@@ -24,8 +24,8 @@ __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], c
         const int key = first_key + 8 * nt + 2 * (lane % 4) + e % 2;
         float x = s[mt][nt][e];
         x = cap > 0.f ? __fmul_rn(cap, tanhf(x * scale_over_cap)) : __fmul_rn(x, p.scale_log2);
-        // Rounded as written: what ptxas fuses differs between the copies of this loop, and a score's
-        // bits must not depend on whether its key tile has a mask.
+        // Rounded as written: what ptxas fuses differs between the copies of this loop, and a
+        // score's bits must not depend on whether its key tile has a mask.
         s[mt][nt][e] = fmaf(-slope_log2, fabsf(static_cast<float>(row + k_minus_q - key)), x);
       }
     }

@@ -56,8 +56,8 @@ __device__ __forceinline__ unsigned narrow_fp8(float x) {
   return magnitude > 0x7f800000u ? 0x7fu : (bits >> 24 & 0x80u) | narrow;
 }
 
-// Elements of a cache, 8 bits each. `narrow` rounds two floats, the first to bits 0-7; `widen` makes
-// two elements a pair of halves, exactly.
+// Elements of a cache, 8 bits each. `narrow` rounds two floats, the first to bits 0-7; `widen`
+// makes two elements a pair of halves, exactly.
 struct e4m3 {
   unsigned char bits;
 

@@ -13,8 +13,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 from rawattn import __version__
 from rawattn.cli.text import render
@@ -31,22 +31,26 @@ class UsageError(Exception):
 
 # fmt: off
 SHAPE = (
-    "heads", "head_dim", "kv_heads", "value_dim", "dtype", "causal", "window", "softcap", "alibi",
-    "sink", "varlen",
+    "--heads", "--head-dim", "--kv-heads", "--value-dim", "--dtype", "--causal", "--window",
+    "--softcap", "--alibi", "--sink", "--varlen",
 )
 # fmt: on
 # Commands, and flags that say nothing there with another flag, or without it.
 UNUSED = (
-    ("plan", "without", "cache", ("page", "cache_dtype", "split")),
-    ("roofline", "without", "model", ("kv_bits", "weight_bits")),
-    ("roofline", "with", "model", (*SHAPE, "tiles")),
-    ("roofline", "without", "plot", ("rows",)),
-    ("compile", "with", "all", ("batch", "q_len", "k_len", *SHAPE)),
+    ("plan", "without", "--cache", ("--page", "--cache-dtype", "--split")),
+    ("roofline", "without", "--model", ("--kv-bits", "--weight-bits")),
+    ("roofline", "with", "--model", ("--q-len", *SHAPE, "--tiles")),
+    ("roofline", "without", "--plot", ("--rows",)),
+    ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE)),
 )
+LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
 
 class Parser(argparse.ArgumentParser):
-    """One that raises `UsageError` where argparse would exit."""
+    """One that raises `UsageError` where argparse would exit, and takes flags in full alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         _say(self.format_usage().rstrip())
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         args = parser().parse_args(argv)
-        check_used(args)
+        check_used(args.command, {text.split("=")[0] for text in argv})
     except UsageError as error:
         facts = _explain("rawattn", error)
         if "--json" in argv:
@@ -90,17 +94,13 @@ def _run(argv: Sequence[str]) -> int:
     return code
 
 
-def check_used(args: argparse.Namespace) -> None:
-    """UsageError for a flag that another one, given or not, leaves without effect."""
-    defaults = parser().parse_args([args.command])
-    for command, word, switch, names in UNUSED:
-        given = bool(getattr(args, switch, None))
-        if command != args.command or given != (word == "with"):
-            continue
-        for name in names:
-            if getattr(args, name) != getattr(defaults, name):
-                flag = name.replace("_", "-")
-                raise UsageError(f"argument --{flag}: says nothing {word} --{switch}")
+def check_used(command: str, given: Collection[str]) -> None:
+    """UsageError for a flag that another one, `given` or not, leaves without effect."""
+    for of, word, switch, flags in UNUSED:
+        if of == command and (switch in given) == (word == "with"):
+            for flag in flags:
+                if flag in given:
+                    raise UsageError(f"argument {flag}: says nothing {word} {switch}")
 
 
 def _say(text: str) -> None:
@@ -177,9 +177,11 @@ def problem_flags(*, arch: bool = False) -> Parser:
     flags = Parser(add_help=False)
     sizes = flags.add_argument_group("problem")
     for name, default in (("batch", 1), ("q-len", 4096), ("heads", 16), ("head-dim", 128)):
-        sizes.add_argument(f"--{name}", type=count, default=default, help=f"default {default}")
+        kind = positive if name == "head-dim" else count
+        sizes.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
     for name, other in (("k-len", "q-len"), ("kv-heads", "heads"), ("value-dim", "head-dim")):
-        sizes.add_argument(f"--{name}", type=count, help=f"default: as --{other}")
+        kind = positive if name == "value-dim" else count
+        sizes.add_argument(f"--{name}", type=kind, help=f"default: as --{other}")
     sizes.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default), float32")
     sizes.add_argument(
         "--causal", nargs="?", const=True, default=False, choices=("bottom_right", "top_left")
@@ -201,14 +203,16 @@ def problem_flags(*, arch: bool = False) -> Parser:
 
 
 def count(text: str, least: int = 0) -> int:
-    """A number from 0."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted are integers from {least}")
-    return int(text)
+    """A size from 0."""
+    number = int(text) if text.isdecimal() and len(text) < 100 else -1  # int() is slow for more
+    if not least <= number <= LARGEST:
+        accepted = f"accepted are integers from {least} to {LARGEST}"
+        raise argparse.ArgumentTypeError(f"{text!r}: {accepted}")
+    return number
 
 
 def positive(text: str) -> int:
-    """A number from 1."""
+    """A size from 1."""
     return count(text, 1)
 
 

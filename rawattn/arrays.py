@@ -18,6 +18,7 @@ import numpy as np
 from numpy.ma import MaskedArray
 
 from rawattn.device import import_cupy
+from rawattn.problem import shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -50,6 +51,21 @@ class Spec(NamedTuple):
         """In elements."""
         size = DTYPES[self.dtype].itemsize
         return tuple(stride // size for stride in self.byte_strides)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, 0 for axes of size 1: what stands there is no promise, and may be odd."""
+        return tuple(s if n > 1 else 0 for n, s in zip(self.shape, self.strides, strict=True))
+
+    def grain(self, axis: int = -1) -> int:
+        """How wide copies of rows may be, in bytes: the greatest divisor of their size and of every
+        address that one begins at, modulo 16. A row is what lies from `axis` on.
+        """
+        rows = math.prod(self.shape[axis:]) * DTYPES[self.dtype].itemsize
+        if 0 in self.shape:
+            return rows
+        outer = zip(self.byte_strides[:axis], self.shape[:axis], strict=True)
+        return math.gcd(rows, self.offset, *(stride for stride, n in outer if n > 1))
 
     @property
     def extent(self) -> int:
@@ -150,7 +166,7 @@ def dtype_name(name: str, dtype: Any) -> str:
     except (TypeError, ValueError):
         found = None
     if found not in FLOATS:
-        raise TypeError(f"{name}={dtype!r}: accepted are {', '.join(FLOATS)}")
+        raise TypeError(f"{name}={shown(dtype)}: accepted are {', '.join(FLOATS)}")
     return found
 
 

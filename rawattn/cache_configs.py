@@ -8,6 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Streaming:
+    """What Configs of kernels have in common whose data pass through registers alone."""
+
+    __slots__ = ()
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvWrite:
     """One specialisation of kv_write in ``cuda/kv_write.cu``."""
@@ -38,35 +52,19 @@ class KvWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotary:
+class Rotary(Streaming):
     """One specialisation of rotary in ``cuda/kv_write.cu``."""
 
     element: str
     blocks_per_sm: int = 1
 
-    @property
-    def threads(self) -> int:
-        return 256
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyBlocks:
+class CopyBlocks(Streaming):
     """One specialisation of copy_blocks in ``cuda/kv_write.cu``."""
 
     unit: str  # what a thread copies at a time: uint4, unsigned or "unsigned char"
     blocks_per_sm: int = 1
-
-    @property
-    def threads(self) -> int:
-        return 256
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merge:
+class Merge(Streaming):
     """One specialisation of ``cuda/merge.cu``."""
 
     element: str  # of the states
@@ -93,14 +91,6 @@ class Merge:
     pair: bool  # whether there are two states: both are read at once
     parts: int  # pieces of a row, 16 bytes of out each, a thread
     blocks_per_sm: int = 1
-
-    @property
-    def threads(self) -> int:
-        return 256
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from rawattn.arrays import DTYPES, Spec
 from rawattn.paged_problem import Scale
-from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar
+from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
 from rawattn.reference_paged import BlockSparse
-from rawattn.request import count, expect
+from rawattn.request import count, expect, widest
 
 EIGHT_BIT = {  # kv_cache_dtype: dtype
     "fp8": "float8_e4m3fn",
@@ -22,7 +22,6 @@ EIGHT_BIT = {  # kv_cache_dtype: dtype
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
 }
-WIDTHS = (16, 8, 4, 2, 1)  # of copies, in bytes
 
 
 def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
@@ -30,7 +29,7 @@ def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
     if isinstance(value, str) and value in accepted:
         return value
     error = ValueError if isinstance(value, str) else TypeError
-    raise error(f"{name}={value!r}: accepted are {', '.join(accepted)}")
+    raise error(f"{name}={shown(value)}: accepted are {', '.join(accepted)}")
 
 
 def cache_choice(value: Any) -> str:
@@ -38,11 +37,11 @@ def cache_choice(value: Any) -> str:
     return choice("kv_cache_dtype", value, ("auto", *EIGHT_BIT))
 
 
-def array_or_number(scale: Any) -> tuple[Any, Any]:
-    """A scale of a cache, as an array or None, and as a number."""
+def array_or_number(scale: Any, default: float | None = 1.0) -> tuple[Any, Any]:
+    """A scale, as an array or None, and as a number, which has a default where there is none."""
     if type(scale) is float or isinstance(scale, numbers.Real):
         return None, scale
-    return scale, 1.0
+    return scale, default
 
 
 def natural(name: str, value: Any) -> int | None:
@@ -55,10 +54,7 @@ def natural(name: str, value: Any) -> int | None:
 
 def check_cache_scale(name: str, value: Any) -> float:
     """A scale of an 8-bit cache that is a number."""
-    number = check_scalar(name, value, positive=True)
-    if number == 0:
-        raise ValueError(f"{name}={value!r}: accepted are numbers above 0")
-    return number
+    return check_scalar(name, value, positive=True, zero=False)
 
 
 def scale_of(
@@ -90,28 +86,32 @@ def scale_of(
     return shapes[spec.shape]
 
 
+DENSE = BlockSparse(0, 0, 64, 0, 0)  # what callers leave as it is where heads see all keys
+
+
 def check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
     """The arguments in one type each; None where they hide no key."""
     if sparse is None:
         return None
-    found = {}
-    for name, value in zip(BlockSparse._fields, sparse, strict=True):
-        argument = name if name == "tp_rank" else f"blocksparse_{name}"
-        number = count(argument, value)
-        least = -MAX_LENGTH if name == "head_sliding_step" else 0
-        if number is None or not least <= number <= MAX_LENGTH:
-            raise ValueError(f"{argument}={value!r}: accepted are integers from {least}")
-        found[name] = number
-    checked = BlockSparse(**found)
-    if checked.vert_stride > 1:
-        if checked.block_size == 0:
-            raise ValueError("blocksparse_block_size=0: accepted are integers from 1")
-        return checked
-    for name in ("local_blocks", "head_sliding_step"):
-        if found[name]:
+    least = BlockSparse(0, 0, 1, -MAX_LENGTH, 0)
+    names = [name if name == "tp_rank" else f"blocksparse_{name}" for name in BlockSparse._fields]
+    found = []
+    for name, value, low in zip(names, sparse, least, strict=True):
+        number = count(name, value)
+        if number is None or not low <= number <= MAX_LENGTH:
             raise ValueError(
-                f"blocksparse_{name}={found[name]}: accepted is 0 unless blocksparse_vert_stride "
-                f"is 2 or more, which turns block-sparse attention on; it is {checked.vert_stride}"
+                f"{name}={shown(value)}: accepted are integers from {low} to {MAX_LENGTH}"
+            )
+        found.append(number)
+    checked = BlockSparse(*found)
+    if checked.vert_stride > 1:
+        return checked
+    stride = f"blocksparse_vert_stride={checked.vert_stride}"
+    for name, number, default in zip(names, checked._replace(vert_stride=0), DENSE, strict=True):
+        if number != default:
+            raise ValueError(
+                f"{name}={number}: accepted is {default} with {stride}, of which heads see all "
+                "keys; 2 or more turns block-sparse attention on"
             )
     return None
 
@@ -207,11 +207,11 @@ def cache_strides(cache: Cache, k: Spec, v: Spec) -> dict[str, int]:
     with one element 0.
     """
     if cache.layout is CacheLayout.X_MAJOR:
-        k_block, k_head, k_chunk, k_token, _ = steps(k)
-        v_block, v_head, v_dim, v_token = steps(v)
+        k_block, k_head, k_chunk, k_token, _ = k.steps
+        v_block, v_head, v_dim, v_token = v.steps
     else:
         (k_block, k_token, k_head), (v_block, v_token, v_head) = (
-            [steps(x)[axis] for axis in _axes(cache.layout)] for x in (k, v)
+            [x.steps[axis] for axis in _axes(cache.layout)] for x in (k, v)
         )
         k_chunk, v_dim = 16 // DTYPES[cache.dtype].itemsize, 1
     return {
@@ -253,24 +253,9 @@ def row_tokens(names: Any, specs: Any, cache: Cache) -> int:
     return found[0]
 
 
-def steps(spec: Spec) -> tuple[int, ...]:
-    """Strides, with 0 for axes of size 1: what stands there is no promise, and may be unaligned."""
-    return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
-
-
 def copy_width(cache: Cache, caches: Sequence[Spec], rows: Sequence[Spec]) -> int:
     """The widest copy, in bytes, that every row, and every token of the caches (of x-major ones
     every page), starts on and is a multiple of.
     """
-    parts: list[int] = []
-    for specs, outer in ((rows, None), (caches, 2 if cache.layout is CacheLayout.X_MAJOR else 3)):
-        for spec in specs:
-            if 0 in spec.shape:
-                continue
-            lead = len(spec.shape) - 1 if outer is None else outer
-            size = DTYPES[spec.dtype].itemsize
-            for n in spec.shape[lead:]:
-                size *= n
-            outer_axes = zip(spec.byte_strides[:lead], spec.shape[:lead], strict=True)
-            parts += [size, spec.offset, *(stride for stride, n in outer_axes if n > 1)]
-    return next(width for width in WIDTHS if all(part % width == 0 for part in parts))
+    inner = 2 if cache.layout is CacheLayout.X_MAJOR else 3
+    return widest((16, 8, 4, 2, 1), *(x.grain() for x in rows), *(x.grain(inner) for x in caches))

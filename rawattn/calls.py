@@ -18,10 +18,10 @@ import numpy as np
 
 from rawattn import launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
-from rawattn.forward import Prepared, Preparer, Settings
+from rawattn.forward import Prepared, Preparer, refused_plan, refused_stream
 from rawattn.paged_problem import PagedProblem
-from rawattn.plan import NAMES, Backend, Plan
-from rawattn.request import Neighbours, check_apart, check_same_values
+from rawattn.plan import Plan
+from rawattn.request import Neighbours, check_apart, check_same
 
 Fields = tuple[Any, ...]
 Views = list[View | None]
@@ -42,7 +42,7 @@ class Kind:
     """A kind of call, checked and planned."""
 
     plans: tuple[Plan, ...]  # what runs, in this order
-    specs: tuple[Spec | None, ...]  # of the arrays, outputs among them, given or not
+    given: tuple[Spec | None, ...]  # of the arrays
     new: tuple[tuple[int, Spec], ...]  # outputs that are not given: place, and spec
     neighbours: tuple[Neighbours, ...]  # what each call checks to be apart
     check: Callable[[Views], None] | None  # of what tables hold, where that is looked at
@@ -79,6 +79,7 @@ class Operation:
     """
 
     names: tuple[str, ...]  # of the arrays, as the caller knows them
+    required: frozenset[int]  # places of arrays that no call lacks
     words: tuple[str, ...]  # of the options, likewise
     typed: frozenset[int]  # places of arrays whose bits mean what `dtype` says
     outputs: frozenset[int]  # places of arrays that are written
@@ -95,6 +96,8 @@ class Operation:
     def views(self, arrays: Fields, dtype: str | None) -> Views:
         views: Views = []
         for place, (name, x) in enumerate(zip(self.names, arrays, strict=True)):
+            if x is None and place in self.required:
+                raise TypeError(f"{name} is None: accepted is an array")
             views.append(
                 None if x is None else view(name, x, dtype if place in self.typed else None)
             )
@@ -105,6 +108,17 @@ class Operation:
                 name = self.names[place]
                 raise ValueError(f"{name} is read-only: accepted is an array that can be written")
         return views
+
+
+def results(arrays: Fields, views: Views, *places: int) -> Any:
+    """What a call returns: the caller's own outputs, or those that were allocated; several as a
+    tuple.
+    """
+    found = tuple(
+        array if array is not None else view and view.array
+        for array, view in ((arrays[place], views[place]) for place in places)
+    )
+    return found if len(found) > 1 else found[0]
 
 
 class PreparedCall(Prepared):
@@ -151,10 +165,10 @@ class PreparedCall(Prepared):
         kind, views = _bind(self._operation, arrays, options)
         if kind is not self._kind:
             op = self._operation
-            check_same_values(
+            check_same(
                 (*op.names, *op.words),
-                (*kind.specs, *op.plain(op.options(*options))),
-                (*self._kind.specs, *op.plain(op.options(*self._options))),
+                (*kind.given, *op.plain(op.options(*options))),
+                (*self._kind.given, *op.plain(op.options(*self._options))),
             )
         lent = _lent(self._operation, views) or self._workspace
         for ready in kind.launches(views, lent):
@@ -171,21 +185,15 @@ def call(
     """The call of a public function, and what it returns."""
     if stream is not None:
         if any(isinstance(x, np.ndarray) for x in arrays):
-            known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
-            error = ValueError if known else TypeError
-            raise error(f"stream={stream!r}: with NumPy arrays accepted is None")
+            raise refused_stream(stream)
         with launch.on_stream(stream):
             return call(operation, arrays, options, plan, None)
-    if isinstance(plan, PreparedCall):
-        if plan._operation is not operation:
-            raise ValueError("plan was prepared for another function")
+    if isinstance(plan, PreparedCall) and plan._operation is operation:
         return plan.call(arrays, options)
     if isinstance(plan, Preparer):
         return PreparedCall(operation, arrays, options)
-    if isinstance(plan, Prepared):
-        raise ValueError("plan was prepared for another function")
     if plan is not None:
-        raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+        raise refused_plan(plan)
     kind, views = _bind(operation, arrays, options)
     workspace = _workspace(operation, kind, views)  # lives until all is launched
     for ready in kind.launches(views, workspace):
@@ -278,22 +286,3 @@ class Steps:
         specs = {name: ref.spec for name, ref in named.items()}
         template = launch.Template(plan, self.device, scalars, specs)
         self.steps.append(Step(template, tuple((ref.place, ref.offset) for ref in named.values())))
-
-
-def check_backend(backend: Any) -> str | None:
-    """The argument; TypeError for what is neither a name nor None."""
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
-    return backend
-
-
-def forced_backend(asked: str | None, backends: Sequence[Backend]) -> str | None:
-    """The backend that the caller asks for, or RAWATTN_BACKEND where it is one of these.
-
-    The latter may name a backend of another operation, which leaves this one alone; ValueError
-    where it names none.
-    """
-    named = Settings.read().backend
-    if named is not None and named not in NAMES:
-        raise ValueError(f"RAWATTN_BACKEND={named!r}: accepted are {', '.join(NAMES)}")
-    return asked or (named if named in {b.name for b in backends} else None)

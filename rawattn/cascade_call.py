@@ -22,28 +22,27 @@ from rawattn.calls import (
     Steps,
     Views,
     check_workspace,
-    forced_backend,
 )
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.merge_call import MergeOptions, States, merge_problem, merge_scalars
 from rawattn.paged_call import LSE, OUT, PARAMS, WORKSPACE, Request, accepted, paged_result, scalars
 from rawattn.paged_call import operation as paged_operation
 from rawattn.paged_host import scale
-from rawattn.paged_problem import PagedProblem
+from rawattn.paged_problem import PagedProblem, Scale
 from rawattn.paged_request import PagedArrays, PagedOptions
 from rawattn.paged_tables import check_tables
 from rawattn.plan import Plan, merge
 from rawattn.plan import paged as paged_plan
-from rawattn.problem import Mask, Rows
+from rawattn.problem import Mask, Rows, Unsupported
 from rawattn.reference import Array, merge_states
 from rawattn.reference_paged import gather_cache
-from rawattn.request import check_each, neighbours
+from rawattn.request import neighbours
+from rawattn.settings import Settings, forced_backend
 
 
 def operation(names: PagedArrays, words: Any) -> Operation:
     """The operation of a function that calls its arrays and its options so."""
-    made = paged_operation(names, words)
+    made = paged_operation(names, words, table=True)
     return replace(made, resolve=functools.partial(resolve, names), result=_result)
 
 
@@ -61,22 +60,26 @@ def _result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
 def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: PagedOptions) -> Kind:
     """Checks and plans a kind of call; compiles and loads what it launches."""
     given = PagedArrays(*[key and Spec(*key) for key in keys])
-    for name in ("block_table", "seqused_k"):
-        if getattr(given, name) is None:
-            raise TypeError(f"{getattr(names, name)} is None: accepted is an array of int32")
     request = accepted(names, False, given, options)
     problem, prefix = request.problem, options.common_prefix_len
     if prefix % problem.page or prefix > problem.max_k:
         raise ValueError(
             f"common_prefix_len={prefix}: accepted are multiples of the {problem.page} tokens of a "
-            f"page up to {problem.max_k}"
+            f"page, up to the {problem.max_k} that a sequence has room for"
         )
+    for name in ("k_scale", "v_scale"):
+        if getattr(problem, name) is Scale.BATCH_HEAD:
+            kv_heads = problem.kv_heads
+            raise ValueError(
+                f"{getattr(names, name)} has shape {getattr(given, name).shape}: accepted are (), "
+                f"(1,), ({kv_heads},), as sequences share the prefix"
+            )
     joined = _joined(request, given)
     device = given.q.device
     target = Device.host() if device is None else Device.current(device)
     backend = forced_backend(options.backend, paged_plan.BACKENDS)
     parts = _partial_problems(request, joined)
-    plans = [paged_plan.plan(part, target, backend) for part in parts]
+    plans = [_plan(what, part, target, backend) for what, part in parts.items()]
     states = _states(joined)
     plans.append(merge.plan(merge_problem(states, joined.out, problem.dtype), target))
     made = None if device is None else _steps(request, joined, plans, states, device)
@@ -85,7 +88,7 @@ def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: Paged
     new = ((OUT, request.specs.out), (LSE, joined.lse))
     return Kind(
         plans=tuple(plans),
-        specs=request.specs,
+        given=given,
         new=tuple((n, x) for n, x in new if x and keys[n] is None),
         neighbours=neighbours(given, (OUT, LSE, WORKSPACE)),
         check=functools.partial(_check, request=request) if checked else None,
@@ -146,7 +149,15 @@ def _join(spec: Spec, row: int) -> Any:
     return spec._replace(shape=tuple(shape[1:]), byte_strides=tuple(strides[1:]))
 
 
-def _partial_problems(request: Request, joined: Joined) -> tuple[PagedProblem, PagedProblem]:
+def _plan(what: str, part: PagedProblem, device: Device, backend: str | None) -> Plan:
+    """The plan of a part; Unsupported, which says of what, as its sizes are not the caller's."""
+    try:
+        return paged_plan.plan(part, device, backend)
+    except Unsupported as error:
+        raise Unsupported(f"attention to {what}: {error}") from None
+
+
+def _partial_problems(request: Request, joined: Joined) -> dict[str, PagedProblem]:
     """Attention to the prefix, and to what follows it."""
     problem, prefix = request.problem, request.options.common_prefix_len
     one_sequence: dict[str, Any] = {}
@@ -159,7 +170,8 @@ def _partial_problems(request: Request, joined: Joined) -> tuple[PagedProblem, P
         scores=replace(problem.scores, sink=False),
         **one_sequence,
     )
-    return before, replace(problem, max_k=problem.max_k - prefix)
+    after = replace(problem, max_k=problem.max_k - prefix)
+    return {"the shared prefix": before, "what follows the shared prefix": after}
 
 
 def _states(joined: Joined) -> States:
@@ -245,9 +257,10 @@ def _lse_as(packed: Ref, q: Ref) -> Spec:
 def _check(views: list[View | None], *, request: Request) -> None:
     """`check_tables`, and that every sequence has the prefix, and its queries behind it."""
     names, problem = request.names, request.problem
-    check_tables(views, names=names, problem=problem, cache=request.cache, new_k=0)
+    pages = request.options.common_prefix_len // problem.page
+    check_tables(views, names=names, problem=problem, cache=request.cache, new_k=0, shared=pages)
     of = PagedArrays(*views)
-    used = to_host(of.seqused_k)
+    used, prefix = to_host(of.seqused_k), request.options.common_prefix_len
     queries = np.full(len(used), problem.max_q)
     if of.cu_seqlens_q is not None:
         starts, rows = to_host(of.cu_seqlens_q), of.q.spec.shape[0]
@@ -257,9 +270,14 @@ def _check(views: list[View | None], *, request: Request) -> None:
                 f"{rows}, all rows of {names.q}"
             )
         queries = np.diff(starts)
-    least = request.options.common_prefix_len + (queries if problem.mask.right >= 0 else 0)
-    what = f"tokens of {names.seqused_k} behind the prefix and the queries of sequence"
-    check_each(what, (used - least).tolist(), [problem.max_k] * len(used))
+    behind = queries if prefix and problem.mask.right >= 0 else 0 * queries
+    for n, (length, more) in enumerate(zip(used.tolist(), behind.tolist(), strict=True)):
+        if length < prefix + more:
+            also = f", and its {more} queries" if more else ""
+            raise ValueError(
+                f"{names.seqused_k}[{n}] is {length}: accepted are {prefix + more} or more, the "
+                f"tokens of the prefix (common_prefix_len={prefix}){also}"
+            )
 
 
 def _run(arrays: list[Any], *, request: Request) -> None:

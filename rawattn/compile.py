@@ -68,7 +68,8 @@ def sources(kernel: Kernel) -> Sources:
 def unit(kernel: Kernel, config: Config) -> str:
     """The translation unit that NVRTC compiles: the kernel source, and the Config by name."""
     names = [f.name for f in fields(config)]  # type: ignore[arg-type]
-    names += [n for n, value in vars(type(config)).items() if isinstance(value, property)]
+    for kind in type(config).__mro__:
+        names += [n for n, value in vars(kind).items() if isinstance(value, property)]
     size = ctypes.sizeof(registry.params_struct(kernel.params))
     smem = "".join(word.capitalize() for word in kernel.name.split("_")) + "Smem"
     members = "\n".join(_member(name, getattr(config, name)) for name in names)

@@ -13,14 +13,14 @@ import numpy as np
 from rawattn.arrays import DTYPES, Spec, SpecKey, View, check_layout, to_device, to_host
 from rawattn.cache_problem import CopyBlocksProblem
 from rawattn.cache_request import check_slab
-from rawattn.calls import Kind, Operation, Ref, Steps, Views, check_backend, forced_backend
+from rawattn.calls import Kind, Operation, Ref, Steps, Views
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.paged_tables import check_entries
 from rawattn.plan import kv_write
-from rawattn.request import check_one_device, expect, neighbours
+from rawattn.problem import check_backend
+from rawattn.request import check_one_device, expect, neighbours, widest
+from rawattn.settings import Settings, forced_backend
 
-WIDTHS = (16, 4, 1)  # of copies, in bytes
 NOTHING = CopyBlocksProblem(caches=0, pairs=0, block_bytes=0)
 
 
@@ -36,6 +36,7 @@ def operation(caches: tuple[str, ...]) -> Operation:
     names = ("block_mapping", *caches)
     return Operation(
         names=names,
+        required=frozenset(range(len(names))),
         words=CopyOptions._fields,
         options=CopyOptions,
         typed=frozenset(),
@@ -48,11 +49,10 @@ def operation(caches: tuple[str, ...]) -> Operation:
     )
 
 
-def _groups(specs: Sequence[Spec | None]) -> list[list[int]]:
+def _groups(specs: Sequence[Spec]) -> list[list[int]]:
     """Places of the caches whose blocks have the same size, number and distance."""
     found: dict[tuple[int, ...], list[int]] = {}
     for place, spec in enumerate(specs[1:], 1):
-        assert spec is not None
         found.setdefault(_shape(spec), []).append(place)
     return list(found.values())
 
@@ -69,22 +69,21 @@ def _addresses(kind: Kind, views: Views) -> Views:
     """For each group of caches an array on the GPU with their addresses."""
     if kind.steps is None:
         return []
-    pairs = views[0]
-    assert pairs is not None and pairs.spec.device is not None
-    addresses = [0 if x is None else x.pointer for x in views]
+    given = [x for x in views if x is not None]  # all of them
+    device = given[0].spec.device
+    assert device is not None
     return [
-        to_device([addresses[place] for place in group], "int64", pairs.spec.device)
-        for group in _groups(kind.specs)
+        to_device([given[place].pointer for place in group], "int64", device)
+        for group in _groups([x.spec for x in given])
     ]
 
 
 @functools.lru_cache(maxsize=1024)
 def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: CopyOptions) -> Kind:
     """Checks and plans a kind of call; compiles and loads what it launches."""
-    specs = [key and Spec(*key) for key in keys]
+    specs = [Spec(*key) for key in keys if key is not None]  # all of them
     check_one_device(names, specs)
     pairs, *caches = specs
-    assert pairs is not None
     expect(names[0], pairs, ("pairs", 2), "int64")
     check_slab(names[0], pairs, first=0)
     for name, spec in zip(names[1:], caches, strict=True):
@@ -101,13 +100,13 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
             addresses = Ref(pairs, len(names) + n)
             made.add(
                 plan,
-                _scalars(specs[group[0]], len(group), pairs),
+                _scalars(specs[group[0]], len(group)),
                 {"caches": addresses, "pairs": Ref(pairs, 0)},
             )
     checked = device is None or Settings.read().check
     return Kind(
         plans=tuple(plans),
-        specs=tuple(specs),
+        given=tuple(specs),
         new=(),
         neighbours=neighbours(specs, range(1, len(names))),
         check=functools.partial(_check, name=names[0]) if checked else None,
@@ -116,9 +115,7 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
     )
 
 
-def _check_cache(name: str, spec: Spec | None) -> None:
-    if spec is None:
-        raise TypeError(f"{name} is None: accepted are arrays")
+def _check_cache(name: str, spec: Spec) -> None:
     if spec.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {spec.dtype}: accepted are {', '.join(DTYPES)}")
     if len(spec.shape) < 2:
@@ -127,21 +124,17 @@ def _check_cache(name: str, spec: Spec | None) -> None:
     check_layout(name, spec, output=True)
 
 
-def _problem(caches: list[Spec | None], pairs: Spec) -> CopyBlocksProblem:
-    given = [spec for spec in caches if spec is not None]
-    _, size, stride = _shape(given[0])
-    parts = [size, stride, *(spec.offset for spec in given)]
+def _problem(caches: list[Spec], pairs: Spec) -> CopyBlocksProblem:
     return CopyBlocksProblem(
-        caches=len(given),
+        caches=len(caches),
         pairs=pairs.shape[0],
-        block_bytes=size,
-        copy_bytes=next(w for w in WIDTHS if all(part % w == 0 for part in parts)),
+        block_bytes=_shape(caches[0])[1],
+        copy_bytes=widest((16, 4, 1), *(spec.grain(1) for spec in caches)),
     )
 
 
-def _scalars(cache: Spec | None, caches: int, pairs: Spec) -> dict[str, float]:
+def _scalars(cache: Spec, caches: int) -> dict[str, float]:
     """The fields of CopyBlocksParams that are neither addresses nor the plan's to decide."""
-    assert cache is not None
     blocks, size, stride = _shape(cache)
     return {
         "block_bytes": size,

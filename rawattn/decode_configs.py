@@ -58,11 +58,16 @@ class DecodeSm90:
         return 64
 
     @property
+    def counters(self) -> int:
+        """Of a segment: one for the rows of each warp."""
+        return self.warps
+
+    @property
     def smem_bytes(self) -> int:
         """sizeof(DecodeSm90Smem<Config>): tiles, the sums of a part, barriers."""
         tiles = 2 * self.head_dim * (self.rows + 2 * self.stages * self.unit)
         sums = 8 * self.rows * (self.head_dim + 8)
-        return -(-(tiles + sums + 16 * self.stages + 12) // 1024) * 1024
+        return -(-(tiles + sums + 16 * self.stages + 8) // 1024) * 1024
 
     @property
     def slot_bytes(self) -> int:

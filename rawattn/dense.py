@@ -66,7 +66,8 @@ def flash_attn_func(
         Where to write the log-sum-exp of every row.
     dtype : str or dtype, optional
         What the bits of q, k, v and out mean, where they are given as unsigned integers of that
-        size.
+        size: float16, bfloat16 or float32. A new `out` is an array of that type, one that is given
+        comes back as it is. It converts nothing: an array of another float type is a TypeError.
     stream : stream, optional
         Where to queue the work: a CuPy stream, an object with ``__cuda_stream__``, or the handle of
         a stream as an integer. By default the current CuPy stream. Returns before the work is done.
@@ -102,8 +103,12 @@ def flash_attn_func(
     A row that sees no key gets out 0 and lse -inf (the sink, where there is one): with
     ``k_len == 0`` that is all of them. Where `out` has no element nothing is launched. Scores and
     sums are float32 [1]_ [2]_; the weights are rounded to the dtype of `v` before they meet it.
-    Equal inputs give equal bits. Scores beyond about 1e8 in magnitude lose precision: float32 has
-    steps of 8 there.
+    Equal calls give equal bits. The same row in another call, with other lengths, another batch or
+    another number of queries, may be summed in another order, and differ in its last bits.
+
+    Scores are good up to about 1e8 in magnitude, where float32 has steps of 8. Beyond, and where
+    ``q @ k.T`` itself exceeds 3.4e38, no error is raised: a row is then rounded coarsely, or comes
+    out as one that sees no key (out 0, lse -inf), or as NaN. Other rows do not notice.
 
     Memory outside of the sequences is never read and may hold NaN. Values inside a sequence are
     finite: a NaN or an infinity in `v` may also reach rows that do not see its key, as ``0 * NaN``.

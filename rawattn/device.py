@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from rawattn.problem import shown
 
 # Compute capability -> the newest of `registry.ARCHITECTURES` whose cubins run there. A cubin runs
 # on its own capability and on later minor ones of its major, but one with the suffix "a" on its own
@@ -44,7 +46,12 @@ class Device:
 
     @staticmethod
     def named(name: str) -> Device:
-        """The device of a short name, "H200", or of the name that CUDA reports, "NVIDIA H200"."""
+        """The device of a short name, "H200", or of the name that CUDA reports, "NVIDIA H200".
+
+        Raises ValueError for a name that is not known, TypeError for what is none.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"device={shown(name)}: accepted are names, as H200")
         if name == "host":
             return Device.host()
         for short, device in DEVICES.items():
@@ -94,7 +101,7 @@ def _read(device_id: int) -> Device:
             f"device {device_id} ({name}) has compute capability {capability[0]}.{capability[1]}: "
             f"accepted are {accepted}"
         )
-    known = next((d for d in DEVICES.values() if d.name == name), None)
+    known = next((d for d in DEVICES.values() if d.name == name), Device.host())  # without peaks
     return Device(
         name=name,
         arch=ARCH_OF_CAPABILITY[capability],
@@ -102,87 +109,43 @@ def _read(device_id: int) -> Device:
         smem_per_block=facts["sharedMemPerBlockOptin"],
         smem_per_sm=facts["sharedMemPerMultiprocessor"],
         l2_bytes=facts["l2CacheSize"],
-        tflops=known.tflops if known else None,
-        gb_per_s=known.gb_per_s if known else None,
-        fma_per_clock=known.fma_per_clock if known else None,
+        tflops=known.tflops,
+        gb_per_s=known.gb_per_s,
+        fma_per_clock=known.fma_per_clock,
     )
 
 
 _KB, _MB = 1 << 10, 1 << 20
-_AMPERE = Device(name="", arch="sm_80", smem_per_block=163 * _KB, smem_per_sm=164 * _KB)
-_HOPPER = Device(name="", arch="sm_90a", smem_per_block=227 * _KB, smem_per_sm=228 * _KB)
-_SMALL = Device(name="", arch="sm_86", smem_per_block=99 * _KB, smem_per_sm=100 * _KB)
-_H100 = replace(_HOPPER, sms=132, l2_bytes=50 * _MB, tflops=989.4, fma_per_clock=2048)
+_SMEM = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KB
+
+
+def _gpu(
+    name: str, arch: str, sms: int, l2_mb: int, tflops: float, gb_per_s: float, fma_per_clock: int
+) -> Device:
+    return Device(
+        name=name,
+        arch=arch,
+        sms=sms,
+        smem_per_block=_SMEM[arch] * _KB,
+        smem_per_sm=(_SMEM[arch] + 1) * _KB,
+        l2_bytes=l2_mb * _MB,
+        tflops=tflops,
+        gb_per_s=gb_per_s,
+        fma_per_clock=fma_per_clock,
+    )
+
 
 # Figures of the vendor's data sheets and architecture papers, without sparsity.
-DEVICES = {
-    "A100": replace(
-        _AMPERE,
-        name="NVIDIA A100-SXM4-80GB",
-        sms=108,
-        l2_bytes=40 * _MB,
-        tflops=311.9,
-        gb_per_s=2039.0,
-        fma_per_clock=1024,
-    ),
-    "H100": replace(_H100, name="NVIDIA H100 80GB HBM3", gb_per_s=3350.0),
-    "H200": replace(_H100, name="NVIDIA H200", l2_bytes=60 * _MB, gb_per_s=4800.0),
-    "B200": replace(
-        _HOPPER,
-        name="NVIDIA B200",
-        arch="sm_100",
-        sms=148,
-        l2_bytes=126 * _MB,
-        tflops=2250.0,
-        gb_per_s=8000.0,
-        fma_per_clock=4096,
-    ),
-    "A10": replace(
-        _SMALL,
-        name="NVIDIA A10",
-        sms=72,
-        l2_bytes=6 * _MB,
-        tflops=125.0,
-        gb_per_s=600.0,
-        fma_per_clock=512,
-    ),
-    "RTX 3090": replace(
-        _SMALL,
-        name="NVIDIA GeForce RTX 3090",
-        sms=82,
-        l2_bytes=6 * _MB,
-        tflops=71.2,
-        gb_per_s=936.2,
-        fma_per_clock=256,
-    ),
-    "L40S": replace(
-        _SMALL,
-        name="NVIDIA L40S",
-        arch="sm_89",
-        sms=142,
-        l2_bytes=96 * _MB,
-        tflops=362.0,
-        gb_per_s=864.0,
-        fma_per_clock=512,
-    ),
-    "RTX 4090": replace(
-        _SMALL,
-        name="NVIDIA GeForce RTX 4090",
-        arch="sm_89",
-        sms=128,
-        l2_bytes=72 * _MB,
-        tflops=165.2,
-        gb_per_s=1008.0,
-        fma_per_clock=256,
-    ),
-    "RTX 5090": replace(
-        _SMALL,
-        name="NVIDIA GeForce RTX 5090",
-        arch="sm_120",
-        sms=170,
-        l2_bytes=96 * _MB,
-        tflops=209.5,
-        gb_per_s=1792.0,
-        fma_per_clock=256,
-    ),
+# fmt: off
+DEVICES = {  # name, architecture, SMs, MB of L2, TFLOP/s, GB/s, multiply-adds of an SM per clock
+    "A100": _gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 40, 311.9, 2039.0, 1024),
+    "H100": _gpu("NVIDIA H100 80GB HBM3", "sm_90a", 132, 50, 989.4, 3350.0, 2048),
+    "H200": _gpu("NVIDIA H200", "sm_90a", 132, 60, 989.4, 4800.0, 2048),
+    "B200": _gpu("NVIDIA B200", "sm_100", 148, 126, 2250.0, 8000.0, 4096),
+    "A10": _gpu("NVIDIA A10", "sm_86", 72, 6, 125.0, 600.0, 512),
+    "RTX 3090": _gpu("NVIDIA GeForce RTX 3090", "sm_86", 82, 6, 71.2, 936.2, 256),
+    "L40S": _gpu("NVIDIA L40S", "sm_89", 142, 96, 362.0, 864.0, 512),
+    "RTX 4090": _gpu("NVIDIA GeForce RTX 4090", "sm_89", 128, 72, 165.2, 1008.0, 256),
+    "RTX 5090": _gpu("NVIDIA GeForce RTX 5090", "sm_120", 170, 96, 209.5, 1792.0, 256),
 }
+# fmt: on

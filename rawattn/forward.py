@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -20,8 +19,9 @@ import numpy as np
 from rawattn import host, launch
 from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
 from rawattn.device import Device
-from rawattn.plan import Plan, plan
-from rawattn.problem import Problem, check_scalar
+from rawattn.params import row_strides
+from rawattn.plan import BACKENDS, Plan, plan
+from rawattn.problem import Problem, check_scalar, shown
 from rawattn.request import (
     Arrays,
     Neighbours,
@@ -35,6 +35,7 @@ from rawattn.request import (
     problem_of,
     result_shapes,
 )
+from rawattn.settings import Settings, forced_backend
 
 LOG2_E = math.log2(math.e)
 
@@ -42,27 +43,11 @@ Fields = tuple[Any, ...]  # of Arrays or Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the environment says. A process reads it once, at its first call."""
-
-    backend: str | None  # RAWATTN_BACKEND
-    check: bool  # RAWATTN_CHECK
-
-    @staticmethod
-    @functools.cache
-    def read() -> Settings:
-        return Settings(
-            backend=os.environ.get("RAWATTN_BACKEND") or None,
-            check=os.environ.get("RAWATTN_CHECK", "0") not in ("", "0"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """A kind of call, checked and planned."""
 
     plan: Plan
-    specs: Arrays  # outputs among them, given or not
+    given: Arrays  # their specs
     new: tuple[tuple[int, Spec], ...]  # outputs that are not given: place in Arrays, and spec
     scale: float
     softcap: float
@@ -138,8 +123,11 @@ class Prepared:
     def check(self, call: Call, options: Options) -> None:
         """ValueError where a call is not the one that was prepared."""
         if call is not self._call:
-            prepared = self._call.specs, plain(Options(*self._options))
-            check_same((call.specs, plain(options)), prepared)
+            check_same(
+                Arrays._fields + Options._fields,
+                call.given + plain(options),
+                self._call.given + plain(Options(*self._options)),
+            )
 
 
 class Preparer:
@@ -154,20 +142,30 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
     """
     if stream is not None:
         if isinstance(arrays[0], np.ndarray):
-            known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
-            error = ValueError if known else TypeError
-            raise error(f"stream={stream!r}: with NumPy arrays accepted is None")
+            raise refused_stream(stream)
         with launch.on_stream(stream):
             return forward(arrays, options, plan, None)
-    if isinstance(plan, Prepared):
-        if type(plan) is not Prepared:
-            raise ValueError("plan was prepared for another function")
+    if type(plan) is Prepared:
         return plan.call(arrays, options)
     if isinstance(plan, Preparer):
         return Prepared(arrays, options)
     if plan is not None:
-        raise TypeError(f"plan={plan!r}: accepted is what rawattn.prepare returns")
+        raise refused_plan(plan)
     return _run(arrays, Options(*options))
+
+
+def refused_stream(stream: Any) -> Exception:
+    """The error for a stream beside NumPy arrays."""
+    known = any(hasattr(stream, name) for name in ("__cuda_stream__", "ptr", "__index__"))
+    error = ValueError if known else TypeError
+    return error(f"stream={shown(stream)}: with NumPy arrays accepted is None")
+
+
+def refused_plan(plan: Any) -> Exception:
+    """The error for a plan that is none, or none of the function that is called."""
+    if isinstance(plan, Prepared):
+        return ValueError("plan was prepared for another function")
+    return TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
 
 
 def _run(arrays: Fields, options: Options, prepared: Prepared | None = None) -> Any:
@@ -196,9 +194,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     )
     new = [(n, spec) for n, spec in enumerate(specs) if spec is not None and keys[n] is None]
     target = Device.host() if device is None else Device.current(device)
-    settings = Settings.read()
-    backend = settings.backend if options.backend is None else options.backend
-    chosen = plan(problem, target, backend)
+    chosen = plan(problem, target, forced_backend(options.backend, BACKENDS))
     softcap = float(options.softcap)
     template = None
     if device is not None:
@@ -206,12 +202,12 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
         template = launch.Template(chosen, device, scalars, specs._asdict())
     return Call(
         plan=chosen,
-        specs=specs,
+        given=given,
         new=tuple(new),
         scale=scale,
         softcap=softcap,
         template=template,
-        tables=any(given[5:]) and (device is None or settings.check),
+        tables=any(given[5:]) and (device is None or Settings.read().check),
         neighbours=neighbours(given),
     )
 
@@ -257,7 +253,7 @@ def _check_tables(call: Call, views: Arrays) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     given = {name: getattr(views, name) for name in names}
     tables = {name: to_host(x).tolist() for name, x in given.items() if x is not None}
-    check_lengths(call.specs, call.plan.problem, tables)
+    check_lengths(call.given, call.plan.problem, tables)
     check_scores(*(x and to_host(x) for x in (views.alibi_slopes, views.sink)))
 
 
@@ -275,11 +271,6 @@ def _result(arrays: Fields, options: Options, views: Arrays) -> Any:
     return out, views.lse.array if lse is None else lse
 
 
-def _steps(spec: Spec) -> tuple[int, ...]:
-    """Strides, with 0 for axes of size 1: what stands there is no promise, and may be unaligned."""
-    return tuple(s if n > 1 else 0 for n, s in zip(spec.shape, spec.strides, strict=True))
-
-
 def kernel_scalars(
     specs: Arrays, problem: Problem, scale: float, softcap: float
 ) -> dict[str, float]:
@@ -287,17 +278,14 @@ def kernel_scalars(
     packed_q, packed_k = len(specs.q.shape) == 3, len(specs.k.shape) == 3
     strides: dict[str, float] = {}
     for name in ("q", "k", "v", "out"):
-        *batch, row, head = _steps(getattr(specs, name))[:-1]
-        strides[f"stride_{name}_batch"] = batch[0] if batch else 0
-        strides[f"stride_{name}_row"] = row
-        strides[f"stride_{name}_head"] = head
-    *lse_batch, lse_head = _steps(specs.lse)[:-1] if specs.lse else (0, 0)
+        strides |= row_strides(name, getattr(specs, name))
+    *lse_batch, lse_head = specs.lse.steps[:-1] if specs.lse else (0, 0)
     slopes = specs.alibi_slopes
     return {
         **strides,
         "stride_lse_batch": lse_batch[0] if lse_batch else 0,
         "stride_lse_head": lse_head,
-        "stride_alibi_batch": _steps(slopes)[0] if slopes and len(slopes.shape) == 2 else 0,
+        "stride_alibi_batch": slopes.steps[0] if slopes and len(slopes.shape) == 2 else 0,
         "batch": problem.batch,
         "q_heads": problem.q_heads,
         "group": problem.group,

@@ -107,12 +107,14 @@ def flash_attn_with_kvcache(
         where rows, or x-major pages, are not multiples of 16 bytes or do not start on them.
     k, v : array, shape `(batch, new_len, kv_heads, head_dim)`, optional
         New tokens, in the dtype of `q`. With `cu_seqlens_k_new` packed, `(total_k, kv_heads,
-        head_dim)`. Two sequences may not store theirs in one place.
+        head_dim)`. None may go to a place of another, or to one that a sequence counts already, as
+        happens where sequences share a page, or a row by `cache_batch_idx`.
     rotary_cos, rotary_sin : array, shape `(positions, rotary_dim / 2)`, optional
         Turn the first `rotary_dim` columns of `k`, by its position in the sequence, and of `q`: row
         ``i`` by position ``cache_seqlens + i``, or all rows by `cache_seqlens` where there is
         neither a mask, causal or of a tree, nor a window. In the dtype of `q` or in float32, a row
-        for each position that the cache has room for.
+        for each token that a sequence has room for (`max_seqlen_k`). A query past these rows is a
+        ValueError where lengths are looked at, and turned by the last row elsewhere.
     cache_seqlens : array, shape `(batch,)`, int32, or int, optional
         Tokens of each sequence, before new ones; required with `block_table` and with `k`. Without
         it a contiguous cache is full. An int makes a new array in every call.
@@ -136,18 +138,19 @@ def flash_attn_with_kvcache(
     causal : bool or "bottom_right"
         As in `flash_attn_func`, but "top_left" is refused: the queries are the last tokens.
     rotary_interleaved : bool
-        Whether a pair is columns 2 i and 2 i + 1, else i and rotary_dim / 2 + i.
+        Whether a pair is columns 2 i and 2 i + 1, else i and rotary_dim / 2 + i. False is for calls
+        with `rotary_cos`.
     tree_mask : array, bool or uint8, optional
-        Which of the last tokens of a sequence see each other, in place of `causal`, which then says
-        nothing, and of a right side of `window_size`, which is refused: shape
-        `(batch, q_len, q_len)`, or for packed queries `(total_q, max_seqlen_q)`; row ``i`` sees the
-        ``j``-th of the last `q_len` keys where it is not 0, and all keys before them.
+        Which of the last tokens of a sequence see each other, in place of `causal` and of a right
+        side of `window_size`, which are refused: shape `(batch, q_len, q_len)`, or for packed
+        queries `(total_q, max_seqlen_q)`; row ``i`` sees the ``j``-th of the last `q_len` keys
+        where it is not 0, and all keys before them.
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"}
         What the caches hold: the dtype of `q`, or 8-bit values.
     k_descale, v_descale : float, or array of float32
         What multiplies the values of an 8-bit cache, and divides new tokens: an array has the shape
         `()`, `(1,)`, `(kv_heads,)`, or without new tokens `(batch, kv_heads)`. 1.0 for other
-        caches.
+        caches; else above 0, a float from 1e-18 to 1e18.
     split_tokens : int
         Cuts sequences in parts of this many tokens, rounded up to a multiple of 64, whatever else
         is in the batch: a row's bits then do not depend on it. 0 balances the batch, but for
@@ -242,7 +245,7 @@ def reshape_and_cache(
         What the caches hold: the dtype of `key`, or 8-bit values, ``x / scale`` rounded to nearest
         and saturated.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(kv_heads,)`
-        1.0 where the cache holds the dtype of `key`.
+        1.0 where the cache holds the dtype of `key`; else above 0, a float from 1e-18 to 1e18.
     dtype, stream, backend, plan
         As in `flash_attn_func`.
 

@@ -7,22 +7,20 @@ import functools
 from typing import Any
 
 from rawattn.arrays import DTYPES, Spec, SpecKey, View, to_host
-from rawattn.cache_request import Cache, cache_strides, steps
-from rawattn.calls import ABSENT, Kind, Operation, Ref, Steps, forced_backend
+from rawattn.cache_request import Cache, cache_strides
+from rawattn.calls import ABSENT, Kind, Operation, Ref, Steps
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.kv_write_request import Appended, WriteArrays, WriteOptions, plain, problem_of
 from rawattn.paged_host import scale
 from rawattn.paged_problem import PagedProblem
 from rawattn.paged_request import PagedArrays, PagedOptions
 from rawattn.paged_tables import check_scales
+from rawattn.params import row_strides
 from rawattn.plan import kv_write
 from rawattn.reference_paged import write_cache
 from rawattn.request import neighbours
+from rawattn.settings import Settings, forced_backend
 
-NAMES = WriteArrays(
-    "key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"
-)
 CACHES = frozenset({2, 3})  # places in WriteArrays
 
 
@@ -30,6 +28,7 @@ def operation(names: WriteArrays) -> Operation:
     """The operation of a function that calls its arrays so."""
     return Operation(
         names=names,
+        required=frozenset(range(5)),
         words=WriteOptions._fields,
         options=WriteOptions,
         typed=frozenset({0, 1}) | CACHES,
@@ -60,7 +59,7 @@ def resolve(names: WriteArrays, keys: tuple[SpecKey | None, ...], options: Write
     checked = device is None or Settings.read().check
     return Kind(
         plans=(chosen,),
-        specs=specs,
+        given=specs,
         new=(),
         neighbours=neighbours(specs, sorted(CACHES)),
         check=functools.partial(_check, names=names, cache=cache) if checked else None,
@@ -145,12 +144,9 @@ def write_scalars(
         "aligned": int(aligned),
     }
     for name in ("k", "v"):
-        *batch, token, head, _ = steps(getattr(specs, name))
         scale_spec = getattr(specs, f"{name}_scale")
         by_head = scale_spec is not None and scale_spec.shape not in ((), (1,))
-        found[f"stride_{name}_batch"] = batch[0] if batch else 0
-        found[f"stride_{name}_token"] = token
-        found[f"stride_{name}_head"] = head
+        found |= row_strides(name, getattr(specs, name), "token")
         found[f"stride_{name}_scale"] = int(by_head)
         found[f"{name}_scale_number"] = getattr(options, f"{name}_scale")
     return found
@@ -162,7 +158,7 @@ def append_scalars(
     """The same for tokens that are appended; `table` is the block table, None: a page each."""
     found = write_scalars(specs, cache, options, new.write.tokens, new.write.aligned)
     return found | {
-        "stride_table_batch": 0 if table is None else steps(table)[0],
+        "stride_table_batch": 0 if table is None else table.steps[0],
         "batch": specs.seqused_k.shape[0],
         "new_len": new.tokens,
         "max_blocks": 1 if table is None else table.shape[1],
@@ -173,7 +169,7 @@ def append_scalars(
 def rotary_fields(specs: PagedArrays, options: PagedOptions, new: Appended) -> dict[str, float]:
     """The fields that KvWriteParams and RotaryParams share."""
     return {
-        "stride_cos_row": steps(specs.rotary_cos)[0] if new.rotary_dim else 0,
+        "stride_cos_row": specs.rotary_cos.steps[0] if new.rotary_dim else 0,
         "rotary_dim": new.rotary_dim,
         "float_angles": int(new.rotary_dim > 0 and specs.rotary_cos.dtype == "float32"),
         "positions": specs.rotary_cos.shape[0] if new.rotary_dim else 0,
@@ -186,19 +182,15 @@ def rotary_scalars(
 ) -> dict[str, float]:
     """The fields of RotaryParams, for queries that are written to an array like `turned`."""
     assert new.rotary is not None
-    found: dict[str, float] = {
+    return {
         "tokens": new.rotary.tokens,
         "batch": problem.batch,
         "new_len": problem.max_q,
         "heads": problem.q_heads,
         "head_dim": problem.head_dim,
         "aligned": int(new.rotary.aligned),
-        "same_position": int(problem.mask.trivial and not problem.tree),
+        "same_position": int(problem.one_position),
         **rotary_fields(specs, options, new),
+        **row_strides("x", specs.q, "token"),
+        **row_strides("y", turned, "token"),
     }
-    for name, spec in (("x", specs.q), ("y", turned)):
-        *batch, token, head, _ = steps(spec)
-        found[f"stride_{name}_batch"] = batch[0] if batch else 0
-        found[f"stride_{name}_token"] = token
-        found[f"stride_{name}_head"] = head
-    return found

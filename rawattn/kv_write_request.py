@@ -22,7 +22,7 @@ from rawattn.cache_request import (
 )
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.paged_request import PagedArrays
-from rawattn.problem import CacheLayout
+from rawattn.problem import CacheLayout, check_backend
 from rawattn.request import check_one_device, expect
 
 
@@ -51,15 +51,13 @@ class WriteOptions(NamedTuple):
 
 def plain(o: WriteOptions) -> WriteOptions:
     """The options in one type each; TypeError or ValueError for what is not accepted."""
-    if o.backend is not None and not isinstance(o.backend, str):
-        raise TypeError(f"backend={o.backend!r}: accepted are None and the name of a backend")
     return WriteOptions(
         layout=choice("layout", o.layout, [layout.value for layout in CacheLayout]),
         kv_cache_dtype=cache_choice(o.kv_cache_dtype),
         k_scale=check_cache_scale("k_scale", o.k_scale),
         v_scale=check_cache_scale("v_scale", o.v_scale),
         dtype=None if o.dtype is None else dtype_name("dtype", o.dtype),
-        backend=o.backend,
+        backend=check_backend(o.backend),
     )
 
 
@@ -118,10 +116,17 @@ class Appended(NamedTuple):
 
 
 def appended(
-    names: PagedArrays, specs: PagedArrays, problem: PagedProblem, cache: Cache
+    names: PagedArrays,
+    specs: PagedArrays,
+    problem: PagedProblem,
+    cache: Cache,
+    *,
+    interleaved: bool,
 ) -> Appended | None:
     """What a paged call appends; None: nothing. Raises as `paged_request.problem_of`."""
     k, v = specs.k, specs.v
+    if specs.rotary_cos is None and not interleaved:
+        raise ValueError(f"rotary_interleaved=False: without {names.rotary_cos} accepted is True")
     if k is None:
         for name in ("v", "rotary_cos", "rotary_sin", "cu_seqlens_new"):
             if getattr(specs, name) is not None:
@@ -151,9 +156,7 @@ def appended(
         )
     for name in ("k_cache", "v_cache"):
         check_layout(getattr(names, name), getattr(specs, name), output=True)
-    # Packed queries and tokens: those of a sequence are taken to be as many (`check_tables`).
-    beyond = 0 if packed else max(0, problem.max_q - new_len)
-    turned = _rotary_dim(names, specs, problem, problem.max_k + beyond)
+    turned = _rotary_dim(names, specs, problem)
     return _appended(specs, problem, cache, new_len, turned)
 
 
@@ -187,8 +190,8 @@ def _appended(
     return Appended(new_len, turned, write, rotary)
 
 
-def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem, needed: int) -> int:
-    """How many columns are turned, by tables of `needed` positions or more."""
+def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem) -> int:
+    """How many columns are turned. That no query lies past the room is for `check_tables`."""
     cos, sin = specs.rotary_cos, specs.rotary_sin
     if cos is None and sin is None:
         return 0
@@ -208,13 +211,16 @@ def _rotary_dim(names: PagedArrays, specs: PagedArrays, problem: PagedProblem, n
             f"{names.rotary_cos} has shape {cos.shape}: accepted are 1 to "
             f"{problem.head_dim // 2} columns"
         )
-    if cos.shape[0] < needed:
+    if cos.shape[0] < max(1, problem.max_k):  # kernels read the last row for positions past it
         raise ValueError(
-            f"{names.rotary_cos} has shape {cos.shape}: accepted are {needed} rows or more, one "
-            "for each position that the cache has room for; max_seqlen_k= says of fewer"
+            f"{names.rotary_cos} has shape {cos.shape}: accepted are {max(1, problem.max_k)} rows "
+            "or more, one for each token that a sequence has room for; max_seqlen_k= says of fewer"
         )
     return width
 
 
 def _aligned(cache: Cache, caches: Sequence[Spec], rows: Sequence[Spec]) -> bool:
-    return copy_width(cache, caches, rows) == 16
+    """Whether threads move whole pieces, 16 bytes of a cache: more than 16 of a wider row."""
+    size = DTYPES[cache.dtype].itemsize
+    whole = all(size * columns % 16 == 0 for columns in (cache.head_dim, cache.value_dim))
+    return (whole or not caches) and copy_width(cache, caches, rows) == 16

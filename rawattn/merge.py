@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 from rawattn import cascade_call, merge_call
@@ -21,10 +20,11 @@ MERGE_ATTN_STATES = merge_call.operation(
         out="output",
         lse="output_lse",
         out_scale="output_scale",
-    )
+    ),
+    pair=True,
 )
 MERGE_STATES = merge_call.operation(
-    MergeArrays(*MergeArrays._fields)._replace(first="outs", first_lse="lses")
+    MergeArrays(*MergeArrays._fields)._replace(first="outs", first_lse="lses"), pair=False
 )
 CASCADE = cascade_call.operation(
     FIELDS._replace(seqused_k="cache_seqlens", k_scale="k_descale", v_scale="v_descale"),
@@ -95,15 +95,10 @@ def merge_attn_states(
     >>> bool(np.allclose(merged, rawattn.flash_attn_func(q, k, v)[0], atol=1e-6))
     True
     """
-    scale, number = _optional_scale(output_scale)
+    scale, number = array_or_number(output_scale, None)
     arrays = (prefix_output, suffix_output, prefix_lse, suffix_lse, output, output_lse, scale)
     options = MergeOptions(False, prefill_tokens_with_context, number, dtype, backend)
     return call(MERGE_ATTN_STATES, arrays, options, plan, stream)
-
-
-def _optional_scale(scale: Any) -> tuple[Any, Any]:
-    """A scale as an array or None, and as a number or None."""
-    return (None, scale) if isinstance(scale, numbers.Real) else (scale, None)
 
 
 def merge_states(
@@ -212,8 +207,9 @@ def cascade_attention(
 
     Notes
     -----
-    There are no windows and no ALiBi slopes: what they do to the prefix differs from sequence to
-    sequence. Prefix pages that are wrong in other rows of `block_table` go unnoticed.
+    There are no windows, no ALiBi slopes and no scales of a sequence, `(batch, kv_heads)`: what
+    they do to the prefix differs from sequence to sequence. Prefix pages that are wrong in other
+    rows of `block_table` go unnoticed.
 
     References
     ----------

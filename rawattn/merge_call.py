@@ -11,16 +11,16 @@ import numpy as np
 
 from rawattn.arrays import DTYPES, FLOATS, Spec, SpecKey, check_layout, contiguous, dtype_name
 from rawattn.cache_problem import MergeProblem
-from rawattn.cache_request import check_cache_scale, natural, steps
-from rawattn.calls import ABSENT, Fields, Kind, Operation, Ref, Steps, Views, check_backend
-from rawattn.calls import forced_backend as forced
+from rawattn.cache_request import check_cache_scale, natural
+from rawattn.calls import ABSENT, Fields, Kind, Operation, Ref, Steps, Views, results
 from rawattn.device import Device
-from rawattn.forward import Settings
 from rawattn.paged_tables import check_scales
 from rawattn.plan import merge
+from rawattn.problem import check_backend
 from rawattn.reference import merge_states
 from rawattn.reference_paged import quantized
 from rawattn.request import check_one_device, expect, flag, neighbours
+from rawattn.settings import Settings, forced_backend
 
 FP8 = "float8_e4m3fn"
 
@@ -66,10 +66,11 @@ def plain(o: MergeOptions) -> MergeOptions:
     )
 
 
-def operation(names: MergeArrays) -> Operation:
-    """The operation of a function that calls its arrays so."""
+def operation(names: MergeArrays, *, pair: bool) -> Operation:
+    """The operation of a function that calls its arrays so, of a `pair` of states or of a stack."""
     return Operation(
         names=names,
+        required=frozenset({0, 1, 2, 3} if pair else {0, 2}),
         words=MergeOptions._fields,
         options=MergeOptions,
         typed=frozenset({0, 1}),
@@ -82,11 +83,7 @@ def operation(names: MergeArrays) -> Operation:
 
 
 def _result(arrays: Fields, views: Views, options: MergeOptions) -> Any:
-    def of(place: int) -> Any:
-        found = views[place]
-        return arrays[place] if arrays[place] is not None else found and found.array
-
-    return (of(OUT), of(LSE)) if options.return_lse else of(OUT)
+    return results(arrays, views, OUT, *((LSE,) if options.return_lse else ()))
 
 
 class States(NamedTuple):
@@ -142,12 +139,12 @@ def resolve(names: MergeArrays, keys: tuple[SpecKey | None, ...], options: Merge
             check_layout(name, spec, output=name in (names.out, names.lse))
     problem = merge_problem(states, out, out_dtype)
     target = Device.host() if device is None else Device.current(device)
-    chosen = merge.plan(problem, target, forced(options.backend, merge.BACKENDS))
+    chosen = merge.plan(problem, target, forced_backend(options.backend, merge.BACKENDS))
     specs = given._replace(out=out, lse=lse)
     made = None if device is None else _steps(device, chosen, states, specs, options)
     return Kind(
         plans=(chosen,),
-        specs=specs,
+        given=given,
         new=tuple((n, x) for n, x in ((OUT, out), (LSE, lse)) if x and keys[n] is None),
         neighbours=neighbours(given, (OUT, LSE)),
         check=_check(names, given),
@@ -192,16 +189,8 @@ def merge_problem(states: States, out: Spec, out_dtype: str) -> MergeProblem:
         tokens=tokens,
         heads=heads,
         head_dim=head_dim,
-        aligned=all(_row_aligned(spec) for spec in rows),
+        aligned=all(spec.grain() % 16 == 0 for spec in rows),
     )
-
-
-def _row_aligned(spec: Spec) -> bool:
-    """Whether every row starts on 16 bytes, and is a multiple of them."""
-    axes = zip(spec.byte_strides[:-1], spec.shape[:-1], strict=True)
-    parts = [stride for stride, n in axes if n > 1]
-    row = spec.shape[-1] * DTYPES[spec.dtype].itemsize
-    return all(part % 16 == 0 for part in (row, spec.offset, *parts))
 
 
 def _steps(
@@ -243,13 +232,13 @@ def merge_scalars(
         "out_scale_number": 1.0 if options.out_scale is None else options.out_scale,
     }
     for name, spec in (("first", states.first), ("others", states.others), ("out", out)):
-        *state, token, head, _ = steps(spec)
+        *state, token, head, _ = spec.steps
         found[f"stride_{name}_token"], found[f"stride_{name}_head"] = token, head
         if name == "others":
             found["stride_others_state"] = state[0] if state else 0
     lses = (("first_lse", states.first_lse), ("others_lse", states.others_lse), ("lse", lse))
     for name, each in lses:
-        *state, head, token = steps(each) if each else (0, 0)
+        *state, head, token = each.steps if each else (0, 0)
         found[f"stride_{name}_token"], found[f"stride_{name}_head"] = token, head
         if name == "others_lse":
             found["stride_others_lse_state"] = state[0] if state else 0

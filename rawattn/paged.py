@@ -20,6 +20,7 @@ PAGED_ATTENTION = operation(
     ),
     WORDS._replace(softmax_scale="scale", max_seqlen_k="max_seq_len"),
     one_query=True,
+    table=True,
 )
 
 
@@ -69,7 +70,7 @@ def paged_attention_v1(
     num_kv_heads : int
         As `key_cache` has it.
     scale : float
-        Factor of the products of queries and keys.
+        Factor of the products of queries and keys, as `softmax_scale` in `flash_attn_func`.
     block_tables : array, shape `(num_seqs, max_num_blocks)`, int32
         The blocks of each sequence. Entries past its last block are never read.
     seq_lens : array, shape `(num_seqs,)`, int32
@@ -84,15 +85,17 @@ def paged_attention_v1(
         What the caches hold: the dtype of `query`, or 8-bit values that `k_scale` and `v_scale`
         multiply. Caches of fp8 are arrays of uint8 or of ml_dtypes' type.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(num_kv_heads,)`
-        1.0 where the cache holds the dtype of `query`.
+        1.0 where the cache holds the dtype of `query`; else above 0, a float from 1e-18 to 1e18.
     tp_rank : int
-        Which rank of a tensor-parallel group this is; block-sparse offsets depend on it.
+        Which rank of a tensor-parallel group this is, where attention is block-sparse: its offsets
+        depend on it.
     blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, \
 blocksparse_head_sliding_step : int
         With a stride of 2 or more a head sees, in blocks of `blocksparse_block_size` keys (a
         multiple of `block_size`), the last `blocksparse_local_blocks` blocks, and block ``b`` where
         ``b + 1 + (tp_rank * num_heads + head) * step`` is a multiple of the stride; with a negative
-        step the KV head and its number count instead.
+        step the KV head and its number count instead. With a stride of 0 or 1 all keys are seen,
+        and the other arguments have to be left at their defaults.
     dtype, stream, backend, plan, workspace
         As in `flash_attn_with_kvcache`.
 
@@ -196,8 +199,6 @@ def paged_attention_v2(
     -------
     out : array, shape `(num_seqs, num_heads, value_size)`
     """
-    if block_tables is None or seq_lens is None:
-        raise TypeError("block_tables or seq_lens is None: accepted are arrays of int32")
     k_array, k_number = array_or_number(k_scale)
     v_array, v_number = array_or_number(v_scale)
     # fmt: off

@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 
 from rawattn import paged_host
-from rawattn.arrays import Spec, SpecKey, View, contiguous, to_device, view
+from rawattn.arrays import (
+    DTYPES,
+    Spec,
+    SpecKey,
+    View,
+    check_layout,
+    contiguous,
+    to_device,
+    view,
+)
 from rawattn.cache_problem import SequencesProblem
-from rawattn.cache_request import Cache, cache_strides, row_tokens, steps
+from rawattn.cache_request import Cache, cache_strides, row_tokens
 from rawattn.calls import (
     ABSENT,
     Fields,
@@ -25,20 +34,22 @@ from rawattn.calls import (
     Steps,
     Views,
     check_workspace,
-    forced_backend,
+    results,
 )
 from rawattn.device import Device
-from rawattn.forward import LOG2_E, Settings
+from rawattn.forward import LOG2_E
 from rawattn.kv_write_call import append_scalars, rotary_scalars
 from rawattn.kv_write_request import Appended, appended
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.paged_request import WORDS, PagedArrays, PagedOptions, plain, problem_of
 from rawattn.paged_tables import check_tables
+from rawattn.params import row_strides
 from rawattn.plan import Plan, kv_write
 from rawattn.plan import paged as paged_plan
 from rawattn.problem import MAX_LENGTH
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import expect, neighbours, result_shapes
+from rawattn.settings import Settings, forced_backend
 
 OUT, LSE = (PagedArrays._fields.index(name) for name in ("out", "lse"))
 SCRATCH = [PagedArrays._fields.index(name) for name in ("exp_sum", "max_logits", "tmp_out")]
@@ -52,14 +63,18 @@ def operation(
     words: Any = WORDS,
     *,
     one_query: bool = False,
+    table: bool = False,
 ) -> Operation:
     """The operation of a function that calls its arrays and its options so.
 
-    `one_query`: q and out are (batch, q_heads, head size), one query each.
+    `one_query`: q and out are (batch, q_heads, head size), one query each. `table`: no call lacks a
+    block table, and lengths.
     """
+    required = ("q", "k_cache", "v_cache", *(("block_table", "seqused_k") if table else ()))
     typed = {"q", "tmp_out", "k_cache", "v_cache", "out", "k", "v"}
     return Operation(
         names=names,
+        required=frozenset(PagedArrays._fields.index(name) for name in required),
         words=words,
         options=PagedOptions,
         typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),
@@ -74,12 +89,7 @@ def operation(
 
 def paged_result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
     """The caller's own outputs, or those that were allocated."""
-
-    def of(place: int) -> Any:
-        found = views[place]
-        return arrays[place] if arrays[place] is not None else found and found.array
-
-    return (of(OUT), of(LSE)) if options.return_lse else of(OUT)
+    return results(arrays, views, OUT, *((LSE,) if options.return_lse else ()))
 
 
 def equal_lengths(q: Any, cu_seqlens_q: Any, length: int) -> Any:
@@ -131,12 +141,11 @@ def resolve(
     plans = [*_first_plans(request, target), paged_plan.plan(request.problem, target, backend)]
     made = None if device is None else _steps(request, plans, device)
     check_workspace(given.workspace, made.workspace_bytes if made else 0)
-    specs = request.specs
-    new = [(OUT, specs.out), (LSE, specs.lse)]
+    new = [(OUT, request.specs.out), (LSE, request.specs.lse)]
     written = [OUT, LSE, *SCRATCH, WORKSPACE, *(CACHES if request.new else ())]
     return Kind(
         plans=tuple(plans),
-        specs=specs,
+        given=given,
         new=tuple((n, _without_axis(x, one_query)) for n, x in new if x and keys[n] is None),
         neighbours=neighbours(given, written),
         check=_check(request, device),
@@ -157,9 +166,12 @@ def accepted(
         sizes = k[2] * k[4] if len(k) == 5 else "head_dim", v[2] if len(v) == 4 else "value_dim"
         expect(names.q, given.q, ("batch", "q_heads", sizes[0]), given.q.dtype)
         expect(names.out, given.out, (*given.q.shape[:2], sizes[1]), given.q.dtype)
+        for name, spec in ((names.q, given.q), (names.out, given.out)):
+            if spec is not None and spec.dtype in DTYPES:  # before their shapes are other ones
+                check_layout(name, spec, output=name == names.out)
         given = given._replace(q=_with_axis(given.q), out=given.out and _with_axis(given.out))
     problem, cache = problem_of(names, given, options)
-    new = appended(names, given, problem, cache)
+    new = appended(names, given, problem, cache, interleaved=options.rotary_interleaved)
     device = given.q.device
     out_shape, lse_shape = result_shapes(given.q.shape, cache.value_dim)
     out = given.out or contiguous(out_shape, problem.dtype, device)
@@ -319,16 +331,14 @@ def scalars(
     options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
     scale = options.softmax_scale
     scale = problem.head_dim**-0.5 if scale is None else scale
-    found: dict[str, float] = {}
-    for name in ("q", "out"):
-        batch, row, head, _ = _strides(specs[name], 4)
-        found[f"stride_{name}_batch"] = batch
-        found[f"stride_{name}_row"] = row
-        found[f"stride_{name}_head"] = head
+    q, out = specs["q"], specs["out"]
+    assert q is not None and out is not None
     lse_batch, lse_head, _ = _strides(specs["lse"], 3)
     tree_batch, tree_row, _ = _strides(specs["tree_mask"], 3)
     slopes = specs["alibi_slopes"]
-    return found | {
+    return {
+        **row_strides("q", q),
+        **row_strides("out", out),
         "stride_lse_batch": lse_batch,
         "stride_lse_head": lse_head,
         **cache_strides(request.cache, request.specs.k_cache, request.specs.v_cache),
@@ -361,7 +371,7 @@ def scalars(
 
 def _strides(spec: Spec | None, axes: int) -> tuple[int, ...]:
     """The strides of an array that may be absent, or lack its first axes: 0 for those."""
-    found = () if spec is None else steps(spec)
+    found = () if spec is None else spec.steps
     return (0,) * (axes - len(found)) + found
 
 

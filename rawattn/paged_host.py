@@ -126,11 +126,7 @@ def _turned_queries(a: PagedArrays, problem: PagedProblem, tables: dict[str, Any
     """
     q: Array = a.q.copy()
     for used, rows in zip(a.seqused_k.tolist(), sequence_rows(q, a.cu_seqlens_q), strict=True):
-        steps = (
-            np.zeros(len(q[rows]), int)
-            if problem.mask.trivial and not problem.tree
-            else np.arange(len(q[rows]))
-        )
+        steps = np.arange(len(q[rows])) * (not problem.one_position)
         q[rows] = rotated(q[rows], positions=used + steps, **tables)
     return q
 

@@ -85,6 +85,11 @@ class PagedProblem:
         return self.max_q * self.group
 
     @property
+    def one_position(self) -> bool:
+        """Whether nothing tells the queries of a sequence apart: rotary then turns all alike."""
+        return self.mask.trivial and not self.tree
+
+    @property
     def max_blocks(self) -> int:
         """Pages that a sequence has at most."""
         return -(-self.max_k // self.page)

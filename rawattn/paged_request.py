@@ -28,6 +28,7 @@ from rawattn.problem import (
     Mask,
     Rows,
     Scores,
+    check_backend,
     check_causal,
     check_scalar,
     check_window,
@@ -110,8 +111,6 @@ def plain(words: Any, o: PagedOptions) -> PagedOptions:
     `words` are the names that the caller knows. TypeError for other kinds of values; ValueError for
     numbers that are not accepted.
     """
-    if o.backend is not None and not isinstance(o.backend, str):
-        raise TypeError(f"backend={o.backend!r}: accepted are None and the name of a backend")
     scale = o.softmax_scale
     return PagedOptions(
         softmax_scale=None if scale is None else check_scalar(words.softmax_scale, scale),
@@ -120,7 +119,7 @@ def plain(words: Any, o: PagedOptions) -> PagedOptions:
         softcap=check_scalar("softcap", o.softcap, positive=True),
         return_lse=flag(words.return_lse, o.return_lse),
         dtype=None if o.dtype is None else dtype_name("dtype", o.dtype),
-        backend=o.backend,
+        backend=check_backend(o.backend),
         layout=choice("layout", o.layout, [layout.value for layout in CacheLayout]),
         kv_cache_dtype=cache_choice(o.kv_cache_dtype),
         k_scale=check_cache_scale(words.k_scale, o.k_scale),
@@ -295,11 +294,15 @@ def _queries(
         )
     tree = specs.tree_mask
     if tree is not None:
-        if options.window_size[1] >= 0:
-            raise ValueError(
-                f"window_size={options.window_size}: with {names.tree_mask}, which says who sees "
-                "whom on the right side, accepted is (left, -1)"
-            )
+        for given, accepted, wrong in (
+            (f"causal={options.causal!r}", "False", options.causal),
+            (f"window_size={options.window_size}", "(left, -1)", options.window_size[1] >= 0),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{given}: with {names.tree_mask}, which says who sees whom on the right side, "
+                    f"accepted is {accepted}"
+                )
         shape = (batch, max_q, max_q) if table is None else ("total_q", "max_q")
         expect(names.tree_mask, tree, shape, "bool", "uint8")
         if table is not None and (tree.shape[0] != q.shape[0] or tree.shape[1] < max_q):

@@ -26,10 +26,11 @@ def check_tables(
     problem: PagedProblem,
     cache: Cache,
     new_k: int,
+    shared: int = 0,
 ) -> None:
     """ValueError, with the index at fault, for a length, a page id, a slope, a sink or a scale out
-    of bounds, and for two new tokens of one place; for a NumPy cache that new tokens cannot be
-    written to.
+    of bounds, and for a new token in a place that is taken; for a NumPy cache that new tokens
+    cannot be written to. `shared`: the first pages of all sequences are those of the first one.
     """
     of = PagedArrays(*views)
     for name in ("k_cache", "v_cache"):
@@ -50,7 +51,8 @@ def check_tables(
     if of.kv_indptr is not None:
         _check_csr(of, names, problem, cache)
     else:
-        _check_dense(of, names, problem, cache, new_k, q_lens)
+        _check_dense(of, names, problem, cache, new_k, shared)
+        _check_turned(of, names, problem, q_lens)
     for name in ("k_scale", "v_scale"):
         check_scales(getattr(names, name), getattr(of, name))
     check_scores(*(x and to_host(x) for x in (of.alibi_slopes, of.sink)))
@@ -62,13 +64,15 @@ def _check_dense(
     problem: PagedProblem,
     cache: Cache,
     new_k: int,
-    q_lens: Sequence[int],
+    shared: int,
 ) -> None:
     """Lengths, page ids and new tokens of sequences that have no CSR table."""
     used, new = np.full(problem.batch, cache.page), np.full(problem.batch, new_k)
     if of.cu_seqlens_new is not None:
         starts = to_host(of.cu_seqlens_new).tolist()
         new = np.array(row_lengths(names.cu_seqlens_new, starts, of.k.spec.shape[0]), int)
+        what = f"the new tokens that {names.cu_seqlens_new} gives sequence"
+        check_each(what, new.tolist(), [problem.max_k] * len(new))
     if of.seqused_k is not None:
         used = to_host(of.seqused_k)
         limits = (problem.max_k - new).tolist()
@@ -79,18 +83,34 @@ def _check_dense(
         table = to_host(of.block_table)
         pages = -(-(used + new) // cache.page)
         counted = np.arange(table.shape[1]) < pages[:, None]
+        counted[1:, :shared] = False
         check_entries(names.block_table, table, counted, cache.blocks)
-    if of.rotary_cos is not None and of.cu_seqlens_new is not None:
-        what = f"the queries, turned by {names.rotary_cos}, of sequence"
-        check_each(what, q_lens, (of.rotary_cos.spec.shape[0] - used).tolist())
     if of.k is not None:
         _check_places(of, names, cache, used, new)
+
+
+def _check_turned(
+    of: PagedArrays, names: PagedArrays, problem: PagedProblem, q_lens: Sequence[int]
+) -> None:
+    """ValueError for queries at positions that tables of rotary angles do not have."""
+    if of.rotary_cos is None:
+        return
+    shape = of.rotary_cos.spec.shape
+    for n, (first, count) in enumerate(zip(to_host(of.seqused_k).tolist(), q_lens, strict=True)):
+        past = first + (min(count, 1) if problem.one_position else count)
+        if count and past > shape[0]:
+            raise ValueError(
+                f"{names.rotary_cos} has shape {shape}: accepted are {past} rows or more, for the "
+                f"queries of sequence {n}, of which there are {count} from position {first} on"
+            )
 
 
 def _check_places(
     of: PagedArrays, names: PagedArrays, cache: Cache, used: Array, new: Array
 ) -> None:
-    """ValueError for a place of the cache that two new tokens would be stored at."""
+    """ValueError for a place of the cache that a new token would be stored at, where another new
+    token goes, or one lies that a sequence counts.
+    """
     name, table = names.block_table, np.arange(len(used))[:, None]
     if of.block_table is not None:
         table = to_host(of.block_table)
@@ -106,6 +126,18 @@ def _check_places(
         raise ValueError(
             f"{name}: sequences {sequence[first]} and {sequence[second]} would both store a new "
             f"token at place {place} of block {block}: accepted are places of their own"
+        )
+    pads = np.zeros_like(used) if of.leftpad is None else to_host(of.leftpad)
+    owner, positions = new_places(pads, used - pads)
+    counted = slots_of(table, owner, positions, cache.page)
+    taken = np.flatnonzero(np.isin(slots, counted))
+    if len(taken):
+        slot = slots[taken[0]]
+        block, place = divmod(int(slot), cache.page)
+        raise ValueError(
+            f"{name}: sequence {sequence[taken[0]]} would store a new token at place {place} of "
+            f"block {block}, which sequence {owner[counted == slot][0]} counts already: accepted "
+            "are places of their own"
         )
 
 
@@ -124,7 +156,8 @@ def _check_csr(of: PagedArrays, names: PagedArrays, problem: PagedProblem, cache
             )
     lasts = to_host(of.kv_last_page_len).tolist()
     lengths = [n and (n - 1) * cache.page + x for n, x in zip(counts, lasts, strict=True)]
-    check_each("the tokens of sequence", lengths, [problem.max_k] * len(lengths))
+    what = "the tokens, which max_seqlen_k bounds, of sequence"
+    check_each(what, lengths, [problem.max_k] * len(lengths))
 
 
 def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:
@@ -132,9 +165,8 @@ def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:
     wrong = counted & ((table < 0) | (table >= limit))
     if wrong.any():
         index = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"{name}[{', '.join(map(str, index))}] is {table[index]}: accepted are 0 to {limit - 1}"
-        )
+        accepted = f"accepted are 0 to {limit - 1}" if limit else "the cache has no block"
+        raise ValueError(f"{name}[{', '.join(map(str, index))}] is {table[index]}: {accepted}")
 
 
 def check_scales(name: str, scale: View | None) -> None:

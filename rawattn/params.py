@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rawattn import registry
 from rawattn.arrays import Spec
 from rawattn.plan import Launch
+from rawattn.problem import Unsupported
 from rawattn.tensor_map import Described, describe
 
 COUNTER = "tile_counter"  # the pointer of Params that no array of the call is for
@@ -71,7 +72,13 @@ class Params:
             | ({wanted.field for wanted in launch.maps} - maps)
         )
         assert not wrong, f"{structure.__name__}: {wrong}"
-        image = bytearray(structure(**{name: own.get(name, scalars.get(name)) for name in numbers}))
+        values = {name: own.get(name, scalars.get(name)) for name in numbers}
+        filled = structure(**values)
+        for name, value in values.items():
+            if isinstance(value, int) and getattr(filled, name) != value:
+                bits = 8 * ctypes.sizeof(fields[name])
+                raise Unsupported(f"{launch.kernel}: {name}={value}: takes integers of {bits} bits")
+        image = bytearray(filled)
         places = {name: place for place, name in enumerate(specs)}
         self._runs = _runs(
             {getattr(structure, n).offset: places[n] for n in pointers if n != COUNTER}
@@ -100,6 +107,16 @@ class Params:
             if self._move(argument.address + offset, addresses[place]):  # type: ignore[misc]
                 raise RuntimeError(f"no tensor map of an array at {addresses[place]:#x}")
         return argument
+
+
+def row_strides(name: str, spec: Spec, row: str = "row") -> dict[str, int]:
+    """Strides as Params name them: of a batch, 0 where rows are packed, of a row and of a head."""
+    *batch, step, head, _ = spec.steps
+    return {
+        f"stride_{name}_batch": batch[0] if batch else 0,
+        f"stride_{name}_{row}": step,
+        f"stride_{name}_head": head,
+    }
 
 
 def _runs(places: Mapping[int, int]) -> list[tuple[int, struct.Struct, list[int]]]:

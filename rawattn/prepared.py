@@ -16,6 +16,7 @@ from rawattn.kv_cache import (
 )
 from rawattn.merge import cascade_attention, merge_attn_states, merge_states
 from rawattn.paged import paged_attention_v1, paged_attention_v2
+from rawattn.problem import shown
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     flash_attn_func,
@@ -49,8 +50,10 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
     plan : Prepared
         ``plan.run()`` repeats the call. Or pass it as ``plan=`` with the same arguments: arrays may
         be others with the same shapes, strides, dtypes and device; anything else that differs is a
-        ValueError. ``plan.workspace_size`` says how many bytes it works in; where the function
-        has an argument `workspace` they may be lent, else they are allocated here.
+        ValueError. That goes for outputs too: an `out` or `lse` that was given here is given again,
+        and where none was, each call makes a new one, and takes none. ``plan.workspace_size`` says
+        how many bytes it works in; where the function has an argument `workspace` they may be lent,
+        else they are allocated here.
 
     Raises
     ------
@@ -69,11 +72,11 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
     >>> plan.run() is out
     True
     """
-    if function not in FUNCTIONS:
+    if not any(function is each for each in FUNCTIONS):  # not `in`: what is an array has its own ==
         accepted = ", ".join(each.__name__ for each in FUNCTIONS)
-        raise TypeError(f"function={function!r}: accepted are {accepted}")
+        raise TypeError(f"function={shown(function)}: accepted are {accepted}")
     if "plan" in kwargs:
-        raise TypeError(f"plan={kwargs['plan']!r}: accepted is a call without plan=")
+        raise TypeError(f"plan={shown(kwargs['plan'])}: accepted is a call without plan=")
     prepared = function(*args, **kwargs, plan=Preparer())
     assert isinstance(prepared, Prepared)
     return prepared

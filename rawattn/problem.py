@@ -47,7 +47,7 @@ class Mask:
         left, right = check_window(window_size)
         if left < -1 or right < -1:
             raise ValueError(
-                f"window_size={window_size!r}: accepted are -1 (unbounded) and counts from 0"
+                f"window_size={shown(window_size)}: accepted are -1 (unbounded) and counts from 0"
             )
         left, right = (-1 if w >= MAX_LENGTH else w for w in (left, right))
         if causal:
@@ -137,45 +137,65 @@ class Problem:
 # ---- arguments ----
 
 
+def shown(value: Any) -> str:
+    """A value as messages have it: on one line, and cut off where it is long, as an array's is."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_backend(backend: Any) -> str | None:
+    """The argument; TypeError for what is neither a name nor None."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={shown(backend)}: accepted are None and the name of a backend")
+    return backend
+
+
 def check_causal(causal: Any) -> bool | str:
     """The argument, if it is one of the four that are accepted."""
     accepted = "accepted are False, True, 'bottom_right' and 'top_left'"
     if not isinstance(causal, (bool, str)):
-        raise TypeError(f"causal={causal!r}: {accepted}")
+        raise TypeError(f"causal={shown(causal)}: {accepted}")
     if isinstance(causal, str) and causal not in ("bottom_right", "top_left"):
-        raise ValueError(f"causal={causal!r}: {accepted}")
+        raise ValueError(f"causal={shown(causal)}: {accepted}")
     return causal
 
 
 def check_window(window_size: Any) -> tuple[int, int]:
     """A pair of integers; TypeError for what is none, ValueError for another number of them."""
-    refusal = f"window_size={window_size!r}: accepted is a pair of integers (left, right)"
+
+    def refusal(error: type[Exception]) -> Exception:
+        accepted = "accepted is a pair of integers (left, right)"
+        return error(f"window_size={shown(window_size)}: {accepted}")
+
     if not isinstance(window_size, (tuple, list)) or any(isinstance(w, bool) for w in window_size):
-        raise TypeError(refusal)
+        raise refusal(TypeError)
     try:
         window = tuple(operator.index(w) for w in window_size)
     except TypeError:
-        raise TypeError(refusal) from None
+        raise refusal(TypeError) from None
     if len(window) != 2:
-        raise ValueError(refusal)
+        raise refusal(ValueError)
     return window
 
 
-def check_scalar(name: str, value: Any, *, positive: bool = False) -> float:
+def check_scalar(name: str, value: Any, *, positive: bool = False, zero: bool = True) -> float:
     """A number that float32 holds, also times log2(e), and over or under another such number.
 
-    TypeError for what is no number, ValueError for others; both name the argument.
+    `positive`: none below 0 is accepted; `zero`: 0 is. TypeError for what is no number, ValueError
+    for others; both name the argument.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r}: accepted is a number, found {type(value).__qualname__}")
+        raise TypeError(
+            f"{name}={shown(value)}: accepted is a number, found {type(value).__qualname__}"
+        )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     size = number if positive else abs(number)
-    if number and not SMALLEST <= size <= LARGEST:
-        signs = "" if positive else "of either sign "
+    if not (zero and number == 0) and not SMALLEST <= size <= LARGEST:
+        also, signs = "0 and " if zero else "", "" if positive else "of either sign "
         raise ValueError(
-            f"{name}={number}: accepted are 0 and numbers {signs}from {SMALLEST} to {LARGEST}"
+            f"{name}={number}: accepted are {also}numbers {signs}from {SMALLEST} to {LARGEST}"
         )
     return number

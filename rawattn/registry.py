@@ -20,6 +20,7 @@ from rawattn.cache_configs import CopyBlocks, KvWrite, Merge, PagedV1, Rotary, S
 from rawattn.decode_configs import DecodeSm90
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+HOPPER = ("sm_90a",)  # what has wgmma
 
 
 def cuda_folder() -> Path:
@@ -226,6 +227,11 @@ class DecodeSplit:
         return int(self.cluster == 1) * (self.warps if alone else 1)
 
     @property
+    def counters(self) -> int:
+        """Of a segment."""
+        return 1
+
+    @property
     def slot_bytes(self) -> int:
         """Of the workspace, for the sums of a part."""
         return 8 * self.rows * self.head_dim
@@ -239,105 +245,48 @@ class Kernel:
     source: str  # file in the kernel folder
     config: type
     params: str  # struct in cuda/params*.cuh
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...] = ARCHITECTURES  # that it can run on
 
 
-KERNELS: dict[str, Kernel] = {
-    k.name: k
-    for k in (
-        Kernel(
-            name="fwd_sm80",
-            source="fwd_sm80.cu",
-            config=FwdSm80,
-            params="FwdParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="fwd_sm90",
-            source="fwd_sm90.cu",
-            config=FwdSm90,
-            params="FwdSm90Params",
-            architectures=("sm_90a",),
-        ),
-        Kernel(
-            name="fwd_sm90_self",
-            source="fwd_sm90_self.cu",
-            config=FwdSm90Self,
-            params="FwdSm90Params",
-            architectures=("sm_90a",),
-        ),
-        Kernel(
-            name="kv_write",
-            source="kv_write.cu",
-            config=KvWrite,
-            params="KvWriteParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="rotary",
-            source="kv_write.cu",
-            config=Rotary,
-            params="RotaryParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="sequences",
-            source="kv_write.cu",
-            config=Sequences,
-            params="SequencesParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="copy_blocks",
-            source="kv_write.cu",
-            config=CopyBlocks,
-            params="CopyBlocksParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="paged_v1",
-            source="paged_v1.cu",
-            config=PagedV1,
-            params="PagedV1Params",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="paged_v2",
-            source="paged_v2.cu",
-            config=PagedV1,
-            params="PagedV2Params",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="paged_v2_reduce",
-            source="paged_v2.cu",
-            config=PagedV1,
-            params="PagedV2Params",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="merge",
-            source="merge.cu",
-            config=Merge,
-            params="MergeParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="decode_split",
-            source="decode_split.cu",
-            config=DecodeSplit,
-            params="DecodeSplitParams",
-            architectures=ARCHITECTURES,
-        ),
-        Kernel(
-            name="decode_sm90",
-            source="decode_sm90.cu",
-            config=DecodeSm90,
-            params="DecodeSplitParams",
-            architectures=("sm_90a",),
-        ),
-    )
-}
+_TABLE = (
+    Kernel(name="fwd_sm80", source="fwd_sm80.cu", config=FwdSm80, params="FwdParams"),
+    Kernel(
+        name="fwd_sm90",
+        source="fwd_sm90.cu",
+        config=FwdSm90,
+        params="FwdSm90Params",
+        architectures=HOPPER,
+    ),
+    Kernel(
+        name="fwd_sm90_self",
+        source="fwd_sm90_self.cu",
+        config=FwdSm90Self,
+        params="FwdSm90Params",
+        architectures=HOPPER,
+    ),
+    Kernel(name="kv_write", source="kv_write.cu", config=KvWrite, params="KvWriteParams"),
+    Kernel(name="rotary", source="kv_write.cu", config=Rotary, params="RotaryParams"),
+    Kernel(name="sequences", source="kv_write.cu", config=Sequences, params="SequencesParams"),
+    Kernel(name="copy_blocks", source="kv_write.cu", config=CopyBlocks, params="CopyBlocksParams"),
+    Kernel(name="paged_v1", source="paged_v1.cu", config=PagedV1, params="PagedV1Params"),
+    Kernel(name="paged_v2", source="paged_v2.cu", config=PagedV1, params="PagedV2Params"),
+    Kernel(name="paged_v2_reduce", source="paged_v2.cu", config=PagedV1, params="PagedV2Params"),
+    Kernel(name="merge", source="merge.cu", config=Merge, params="MergeParams"),
+    Kernel(
+        name="decode_split",
+        source="decode_split.cu",
+        config=DecodeSplit,
+        params="DecodeSplitParams",
+    ),
+    Kernel(
+        name="decode_sm90",
+        source="decode_sm90.cu",
+        config=DecodeSm90,
+        params="DecodeSplitParams",
+        architectures=HOPPER,
+    ),
+)
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _TABLE}
 
 TensorMap = ctypes.c_uint64 * 16  # ptx::TensorMap, which is aligned to 64 bytes
 C_TYPES: dict[str, tuple[Any, int]] = {  # kind, alignment

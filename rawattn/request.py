@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn.arrays import DTYPES, FLOATS, Spec, check_layout, dtype_name, share_memory
+from rawattn.arrays import FLOATS, Spec, check_layout, dtype_name, share_memory
 from rawattn.problem import (
     Mask,
     Problem,
     Rows,
     Scores,
+    check_backend,
     check_causal,
     check_scalar,
     check_window,
+    shown,
 )
 from rawattn.reference import Array
 from rawattn.tensor_map import describable
@@ -80,9 +82,7 @@ def plain(options: Options) -> Options:
     """
     if (*map(type, options),) in PLAIN and INTEGERS.issuperset(map(type, options.window_size)):
         return options
-    scale, dtype, backend = options.softmax_scale, options.dtype, options.backend
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r}: accepted are None and the name of a backend")
+    scale, dtype, backend = options.softmax_scale, options.dtype, check_backend(options.backend)
     return Options(
         softmax_scale=None if scale is None else check_scalar("softmax_scale", scale),
         causal=check_causal(python_bool(options.causal)),
@@ -105,7 +105,7 @@ def flag(name: str, value: Any) -> bool:
     """False or True, also NumPy's; TypeError for anything else."""
     value = python_bool(value)
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: accepted are False and True")
+        raise TypeError(f"{name}={shown(value)}: accepted are False and True")
     return value
 
 
@@ -113,7 +113,9 @@ def count(name: str, value: Any) -> int | None:
     """An integer, also NumPy's, or None; TypeError for anything else."""
     if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
         return None if value is None else int(value)
-    raise TypeError(f"{name}={value!r}: accepted is an integer, found {type(value).__qualname__}")
+    raise TypeError(
+        f"{name}={shown(value)}: accepted is an integer, found {type(value).__qualname__}"
+    )
 
 
 def problem_of(specs: Arrays, options: Options) -> Problem:
@@ -166,7 +168,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             sink=specs.sink is not None,
             reversed=scale is not None and check_scalar("softmax_scale", scale) <= 0,
         ),
-        copy_bytes=_copy_bytes(specs),
+        copy_bytes=widest((16, 4, 2), *(x.grain() for x in (q, specs.k, v, specs.out) if x)),
         tma=_tma(specs, k_rows),
     )
 
@@ -260,28 +262,16 @@ def _place(device: int | None) -> str:
     return "NumPy" if device is None else "CUDA"
 
 
-def _copy_bytes(specs: Arrays) -> int:
-    """The widest of 16, 4, 2 bytes that all rows of q, k, v, out start on and are multiples of."""
-    size = DTYPES[specs.q.dtype].itemsize
-    parts = [size * specs.q.shape[-1], size * specs.v.shape[-1]]
-    for spec in (specs.q, specs.k, specs.v, specs.out):
-        if spec is not None and 0 not in spec.shape:
-            rows = zip(spec.byte_strides[:-1], spec.shape[:-1], strict=True)
-            parts += [spec.offset, *(stride for stride, count in rows if count > 1)]
-    return next(width for width in (16, 4, 2) if all(part % width == 0 for part in parts))
+def widest(widths: Sequence[int], *grains: int) -> int:
+    """The first of some widths of a copy, in bytes, that all grains are multiples of."""
+    return next(width for width in widths if all(grain % width == 0 for grain in grains))
 
 
 # ---- plans ----
 
 
-def check_same(found: tuple[Arrays, Options], prepared: tuple[Arrays, Options]) -> None:
-    """ValueError that names the argument in which two calls, specs and options, differ."""
-    names = Arrays._fields + Options._fields
-    check_same_values(names, sum(found, ()), sum(prepared, ()))
-
-
-def check_same_values(names: Sequence[str], found: Sequence[Any], prepared: Sequence[Any]) -> None:
-    """ValueError that names the first value that differs."""
+def check_same(names: Sequence[str], found: Sequence[Any], prepared: Sequence[Any]) -> None:
+    """ValueError that names the first argument, spec or option, in which two calls differ."""
     for name, here, there in zip(names, found, prepared, strict=True):
         if here != there:
             raise ValueError(
@@ -354,7 +344,8 @@ def check_lengths(specs: Arrays, problem: Problem, tables: Mapping[str, Sequence
     if "seqused_k" in tables:
         check_each("seqused_k of sequence", tables["seqused_k"], lengths)
         lengths = list(tables["seqused_k"])
-    check_each("the keys of sequence", lengths, [problem.max_k] * len(lengths))
+    what = "the keys, which max_seqlen_k bounds, of sequence"
+    check_each(what, lengths, [problem.max_k] * len(lengths))
 
 
 def row_lengths(name: str, table: Sequence[int], rows: int) -> list[int]:

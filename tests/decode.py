@@ -11,25 +11,25 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from rawattn import registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
+from rawattn.forward import LOG2_E
 from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable, Scale
 from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
-from rawattn.reference import attention
 from rawattn.reference_paged import gather_cache, slots
-from rawattn.testing.closeness import Expected, bounds, sum_of_values, with_samples
+from rawattn.testing import Case as PackedCase
+from rawattn.testing import Record, Tensors, expected
+from rawattn.testing.closeness import Expected, assert_within, bounds
+from rawattn.testing.paged_inputs import NOWHERE
 from tools.emulator.plans import run_launch
 
-LOG2_E = 1.4426950408889634
 H200 = Device.named("H200")
 NHD, HND, X_MAJOR = CacheLayout.NHD, CacheLayout.HND, CacheLayout.X_MAJOR
-PAGE_BEYOND = 2147480000  # of table entries that no key needs
 SPARE_PAGES = 3
 
 
@@ -98,6 +98,10 @@ class Case:
         return self.value_dim or self.head_dim
 
     @property
+    def softmax_scale(self) -> float:
+        return self.times * self.head_dim**-0.5
+
+    @property
     def copy_bytes(self) -> int:
         """Of arrays without gaps."""
         tokens = self.page if self.layout is X_MAJOR else 1
@@ -130,11 +134,11 @@ class Call:
             last = np.where(lengths > 0, (lengths - 1) % case.page + 1, 0).astype(np.int32)
             self.table = {
                 "kv_indptr": ends.astype(np.int32),
-                "kv_indices": np.append(ids[: ends[-1]], np.int32(PAGE_BEYOND)),
+                "kv_indices": np.append(ids[: ends[-1]], np.int32(NOWHERE[1])),
                 "kv_last_page_len": last,
             }
         else:
-            table = np.full((p.batch, case.max_blocks), PAGE_BEYOND, np.int32)
+            table = np.full((p.batch, case.max_blocks), NOWHERE[1], np.int32)
             for b, pages in enumerate(of_sequence):
                 table[b, : len(pages)] = pages
             self.table = {"block_table": table, "seqused_k": lengths}
@@ -194,37 +198,34 @@ class Call:
             v_scale=none if self.v_scale is None else self.v_scale,
             **self.table,
         )
-        k, v = k.astype(np.float64), v.astype(np.float64)
-        q = case.times * self.q.astype(np.float64).reshape(-1, p.q_heads, p.head_dim)
-        cu_q = np.cumsum([0, *case.queries], dtype=np.int32)
-        common: dict[str, Any] = {
-            "mask": dataclasses.replace(case.mask, right=-1) if case.tree else case.mask,
-            "cu_seqlens_q": cu_q,
-            "cu_seqlens_k": cu_k,
-            "seen": self._seen() if case.tree else None,
-        }
-        scores: dict[str, Any] = {
-            "softcap": case.softcap,
-            "alibi_slopes": self.slopes,
-            "sink": self.sink,
-        }
-        values = np.abs(v)
-        v = with_samples(v, case.seed)
-        columns = np.concatenate([v, values], axis=-1)
-        out, lse = attention(q, k, columns, **common, **scores)
-        twin = attention(
-            *(x.astype(np.float32) for x in (q, k, v)), **common, **scores, rounding=p.dtype
+        packed = PackedCase(
+            q_lens=case.queries,
+            k_lens=case.k_lens,
+            dtype=p.dtype,
+            q_heads=p.q_heads,
+            kv_heads=p.kv_heads,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+            layout="packed",
+            window=(case.mask.left, -1 if case.tree else case.mask.right),
+            scale=case.softmax_scale,
+            softcap=case.softcap,
+            seed=case.seed,
         )
-        terms = attention(np.abs(q), np.abs(k), v[..., :1], **common)[1]
-        finite = np.where(np.isfinite(lse), abs(lse), 0.0)
-        return Expected(
-            out=out[..., : v.shape[-1]],
-            lse=lse,
-            twin_out=twin[0],
-            twin_lse=twin[1],
-            values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
-            terms=np.where(np.isfinite(terms), terms, 0.0) + finite,
-            sum_of_values=sum_of_values(v),
+        return expected(
+            Tensors(
+                case=packed,
+                q=self.q.reshape(-1, p.q_heads, p.head_dim),
+                k=k,
+                v=v,
+                cu_seqlens_q=np.cumsum([0, *case.queries], dtype=np.int32),
+                cu_seqlens_k=cu_k,
+                alibi_slopes=self.slopes,
+                sink=self.sink,
+                seen=self._seen() if case.tree else None,
+                max_seqlen_q=p.max_q,
+                max_seqlen_k=p.max_k,
+            )
         )
 
     def _seen(self) -> list[np.ndarray]:
@@ -321,7 +322,7 @@ class Call:
             "window_right": p.mask.right,
             "copy_bytes": p.copy_bytes,
             "q_bf16": int(p.dtype == "bfloat16"),
-            "scale_log2": self.case.times * p.head_dim**-0.5 * LOG2_E,
+            "scale_log2": self.case.softmax_scale * LOG2_E,
             "softcap_log2": self.case.softcap * LOG2_E,
             "out_scale": 1.0,
         }
@@ -339,14 +340,9 @@ def check(case: Case, seeds: int = 2) -> None:
     want = call.expected()
     limits = bounds(want, case.dtype)
     results = [call.run(launch, case.seed + seed) for seed in range(seeds)]
-    exacts = want.out[..., : case.problem.value_dim], want.lse
-    for got, exact, limit in zip(results[0], exacts, limits, strict=True):
-        got = got.astype(np.float64)
-        finite = np.isfinite(exact)
-        assert (np.isfinite(got) == finite).all(), case
-        assert (got[~finite] == exact[~finite]).all(), case
-        error = np.abs(np.where(finite, got, 0) - np.where(finite, exact, 0)) / limit
-        assert error.max() <= 1, (case, error.max(), np.unravel_index(error.argmax(), error.shape))
+    exact = want.out[..., : case.problem.value_dim], want.lse
+    out, lse = (x.astype(np.float64) for x in results[0])
+    assert_within((out, lse), exact, limits, case, Record())
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert a.tobytes() == b.tobytes(), case

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench without a GPU; the timer runs on a pretended stream."""
+"""The bench without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import candidates, check, host_time, measure, report, rows, timer
+from bench import candidates, check, host_time, measure, report, rows
 from bench.cases import SUITES, Case, Tensors
 from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
@@ -24,32 +24,6 @@ from tools import tune
 
 H200 = Device.named("H200")
 SUITE = SUITES["fwd_sm80"]
-
-
-class PretendedStream:
-    """A GPU and a host whose clocks move when told: a launch takes both."""
-
-    def __init__(self, host_us: float = 10.0) -> None:
-        self.host_us, self.host, self.gpu = host_us, 0.0, 0.0
-
-    def enqueue(self, us: float) -> None:
-        self.host += self.host_us
-        self.gpu = max(self.gpu, self.host) + us
-
-    def wait(self, us: float) -> None:
-        self.enqueue(us)
-
-    def record(self) -> float:
-        return self.gpu
-
-    def reached(self, event: float) -> bool:
-        return event <= self.host
-
-    def elapsed_us(self, start: float, end: float) -> float:
-        return end - start
-
-    def synchronize(self) -> None:
-        self.host = max(self.host, self.gpu)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -70,41 +44,6 @@ def test_select_takes_patterns_and_refuses_what_matches_nothing() -> None:
     assert {c.problem.max_q for c in SUITE.select(None, True)} == {1024, 8192}
     with pytest.raises(ValueError, match="case='d96-\\*'"):
         SUITE.select("d96-*", False)
-
-
-# ---- timer ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("host_us", [1.0, 300.0])
-def test_events_hold_gpu_time_alone(host_us: float) -> None:
-    stream = PretendedStream(host_us)
-    launches: list[str] = []
-
-    def run(name: str, us: float) -> Callable[[], None]:
-        return lambda: (launches.append(name), stream.enqueue(us))[0]
-
-    runs = {"a": run("a", 5.0), "b": run("b", 7.0), "c": run("c", 2.0)}
-    times = timer.interleave(runs, stream, rounds=6)
-    assert times == {
-        "a": [pytest.approx(5.0)] * 6,
-        "b": [pytest.approx(7.0)] * 6,
-        "c": [pytest.approx(2.0)] * 6,
-    }
-    assert "".join(launches).endswith("abcbcacab" * 2)
-
-
-def test_what_runs_before_a_launch_is_not_timed() -> None:
-    stream = PretendedStream()
-    times = timer.interleave(
-        {"a": lambda: stream.enqueue(5.0)}, stream, rounds=3, before=lambda: stream.enqueue(50.0)
-    )
-    assert times == {"a": [pytest.approx(5.0)] * 3}
-
-
-def test_a_host_that_never_catches_up_is_an_error() -> None:
-    stream = PretendedStream(host_us=1e6)
-    with pytest.raises(RuntimeError, match="no round submitted"):
-        timer.interleave({"a": lambda: stream.enqueue(5.0)}, stream, rounds=1)
 
 
 # ---- check ---------------------------------------------------------------------------------------

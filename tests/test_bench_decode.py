@@ -91,7 +91,7 @@ def kv_bytes(p: Any) -> int:
 def test_bytes_of_a_row_are_the_cache_and_the_queries() -> None:
     for case in DECODE.cases:
         p = case.problem
-        keys = sum(k for _, k in lengths_of(p, case.lengths))
+        keys = sum(k * count for _, k, count in lengths_of(p, case.lengths))
         cache = keys * p.kv_heads * (p.head_dim + p.value_dim) * (1 if p.quantized else 2)
         rows = p.batch * p.max_q * p.q_heads * (p.head_dim + p.value_dim) * 2
         assert roofline.work(p, case.lengths).bytes == cache + rows, case.id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads and orders the bench's rows: running, comparing, drawing. No GPU."""
+"""What reads and orders the bench's rows: running, comparing. No GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench import compare, facets, first_output, install_size, plot, run
+from bench import compare, first_output, install_size, newcomer, run
 from bench.cases import SUITES
-from bench.rows import RESULTS, Row, append, load, results_path, sources_digest
+from bench.rows import RESULTS, ROOT, Row, append, load, results_path, sources_digest
 from rawattn.device import Device
 from tests.bench_rows import row
 
@@ -108,6 +108,18 @@ def test_some_peers_can_be_asked_for(
     assert "/fa2" in shown and "/cudnn" not in shown and "d64-full-s512" in shown
     assert run.main([*line, "fa2,fa9"]) == run.REFUSED
     assert "peers='fa2,fa9': accepted are cudnn,fa2,fa3" in capsys.readouterr().err
+
+
+def test_peers_that_take_long_are_measured_on_some_cases() -> None:
+    chosen = run.selected(["fwd_sm90"], None, False)
+    by_case = {case.id: suite.peers for suite, case in chosen}
+    assert by_case["d64-full-s512"] == ("fa3", "cudnn", "fa2", "jax")
+    assert by_case["d64-full-s1024"] == by_case["d64-full-s4096-fp16"] == SUITES["fwd_sm90"].peers
+    for suite in SUITES.values():
+        assert set(suite.seldom) <= set(suite.peers)
+        assert not suite.seldom or all(c.all_peers for c in suite.cases if c.quick)
+    (asked,) = run.selected(["fwd_sm90"], "d64-full-s512", False, "fa3,cudnn_fe")
+    assert asked[0].peers == ("fa3", "cudnn_fe")
 
 
 def test_the_command_line_runs_it(run: Any, gpu: list[str], tmp_path: Path) -> None:
@@ -240,113 +252,6 @@ def test_a_file_from_before_a_column_is_still_read_and_grows(tmp_path: Path) -> 
     assert path.read_text().count("page_size") == 1
 
 
-# ---- facets, tables, plots -----------------------------------------------------------------------
-
-
-def test_facets_are_what_differs_at_one_length() -> None:
-    rows = [
-        row("fwd_sm80", 1.0, head_dim=d, value_dim=d, q_heads=2048 // d, window_right=w, max_k=n)
-        for d in (64, 128)
-        for w in (-1, 0)
-        for n in (512, 1024)
-    ]
-    assert facets.facets(rows) == ["head dim", "mask"]
-    assert facets.facets([r for r in rows if r.head_dim == 64]) == ["mask"]
-    decode = [row("decode_split", 1.0, batch=b, max_k=n) for b in (1, 8) for n in (512, 1024)]
-    names, parts = facets.split([{"decode_split": r} for r in decode[::-1]], "decode_split")
-    assert names == ["batch"] and list(parts) == [("1",), ("8",)]
-    assert [g["decode_split"].max_k for g in parts[("8",)]] == [512, 1024]
-    assert facets.mask(row("x", 1.0, window_left=5, window_right=0)) == "window 5, 0"
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures, in place of files."""
-    pytest.importorskip("matplotlib")
-    figures: list[Any] = []
-    monkeypatch.setattr(plot, "save", lambda figure, path, **text: figures.append(figure))
-    return figures
-
-
-def test_a_plot_of_a_suite_shows_its_rows_and_names_gaps(drawn: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    rows = []
-    for n, us in ((512, 10.0), (1024, 5.0)):
-        rows += [
-            row("fwd_sm80", us, case=str(n), max_k=n, timestamp=str(n)),
-            row("fa2", 8.0, case=str(n), max_k=n, timestamp=str(n)),
-        ]
-    append(path, rows)
-    plot._draw_suite(path, {}, FWD, path)
-    (figure,) = drawn
-    (axes,) = (a for a in figure.axes if a.get_visible())
-    assert all(len(s.peers) < min(len(plot.COLOURS), len(plot.MARKERS)) for s in SUITES.values())
-    first, second = axes.containers
-    assert list(first.lines[0].get_xdata()) == [512, 1024]
-    assert list(first.lines[0].get_ydata()) == [100.0, 200.0]
-    assert list(second.lines[0].get_ydata()) == [125.0, 125.0]
-    low, high = first.lines[2][0].get_segments()[0][:, 1]
-    assert (low, high) == (pytest.approx(100 / 1.01), pytest.approx(100 / 0.99))
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == [
-        "fwd_sm80",
-        "FlashAttention-2",
-        "cuDNN (not measured)",
-        "FlashAttention-3 (not measured)",
-    ]
-    assert axes.get_ylim()[0] == 0
-
-
-def test_what_could_not_be_installed_keeps_its_place(drawn: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    known: dict[str, Any] = dict.fromkeys(("versions", "cpu", "python", "commit", "timestamp"), "")
-    rows = [
-        install_size.InstallRow(
-            stack=name,
-            packages=3,
-            size_mb=5.0,
-            install_seconds=2.0,
-            first_output_seconds=first,
-            result=result,
-            **known,
-        )
-        for name, first, result in (
-            ("rawattn", 0.5, "ok"),
-            ("broken", math.nan, "failed"),
-            ("gpu", math.nan, "ok"),
-        )
-    ]
-    append(path, rows)
-    plot._draw_install(path, {}, path)
-    size, _, first = drawn[0].axes
-    assert [bar.get_width() for bar in size.patches] == [5.0, 0.0, 5.0]
-    assert [bar.get_width() for bar in first.patches] == [0.5, 0.0, 0.0]
-    assert "could not be installed" in "".join(t.get_text() for t in size.texts)
-    assert "runs on a GPU" in "".join(t.get_text() for t in first.texts)
-
-
-def test_the_pictures_of_the_docs_are_of_the_committed_rows() -> None:
-    pytest.importorskip("PIL")
-    assert plot.stale() == [], "make plots"
-
-
-def test_a_stale_picture_is_found(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = tmp_path / "results"
-    (results / "nvidia-h200").mkdir(parents=True)
-    path = results / "nvidia-h200" / "fwd_sm80.csv"
-    append(path, [row("fwd_sm80", 1.0, max_k=512), row("fa2", 2.0, max_k=512)])
-    names = [p.name for p in plot.pictures(results)]
-    assert names == ["fwd_sm80-nvidia-h200.png", "roofline-nvidia-h200.png", "traffic.png"]
-    for picture in plot.pictures(results):
-        picture.draw(tmp_path / picture.name, {plot.KEY: picture.digest})
-    assert plot.stale(tmp_path, results) == []
-    append(path, [row("fwd_sm80", 3.0, case="d")])
-    assert plot.stale(tmp_path, results) == names[:2]
-    (tmp_path / "old.png").write_bytes((tmp_path / "traffic.png").read_bytes())
-    assert plot.stale(tmp_path, results) == [*names[:1], "old.png", names[1]]
-
-
 # ---- install -------------------------------------------------------------------------------------
 
 
@@ -393,3 +298,39 @@ def test_first_outputs_share_a_cache_in_each_round(monkeypatch: pytest.MonkeyPat
     numpy = "import numpy, rawattn; cupy = numpy"
     code = first_output.OURS.replace("import cupy, numpy, rawattn", numpy)
     exec(code, {})
+
+
+# ---- newcomer ------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_newcomer_are_timed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an environment without ours; a step that fails is told, and ends the run."""
+    monkeypatch.setenv("RAWATTN_BACKEND", "x")
+    monkeypatch.setenv("PYTHONPATH", "x")
+    steps = {
+        "good": [
+            "sh",
+            "-c",
+            'test -z "$RAWATTN_BACKEND$PYTHONPATH" && test -n "$RAWATTN_CACHE_DIR"',
+        ],
+        "bad": ["sh", "-c", "echo something; echo no compiler; exit 3"],
+        "after": ["sh", "-c", "exit 0"],
+    }
+    monkeypatch.setattr(newcomer, "steps", lambda clone: steps)
+    assert newcomer.main(["--out", str(tmp_path)]) == 1
+    rows = load(tmp_path / "install" / "newcomer.csv", newcomer.StepRow)
+    assert [(r.step, r.result) for r in rows] == [
+        ("good", "ok"),
+        ("bad", "exit code 3: no compiler"),
+    ]
+    assert "something" in capsys.readouterr().err
+
+
+def test_a_newcomer_takes_the_steps_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for step in newcomer.steps(Path("clone")):
+        assert step in readme or step == "first own call"
+    compile(newcomer.first_call(readme), "README", "exec")
+    assert newcomer.ACTIVATE in readme

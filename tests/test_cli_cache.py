@@ -144,7 +144,7 @@ def test_selftest_refuses_a_backend_that_there_is_not(
     found = run("selftest --json")
     assert (
         found.code == 2
-        and "backend='fast': accepted are fwd_sm90, fwd_sm80" in found.facts["message"]
+        and "RAWATTN_BACKEND='fast': accepted are fwd_sm90, fwd_sm80" in found.facts["message"]
     )
 
 

@@ -154,9 +154,13 @@ def test_a_build_is_reproducible(tmp_path: Path) -> None:
 def test_the_second_call_reads_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     path = compile.cubin(KERNEL, Tiny(), "sm_80")
     monkeypatch.setattr(compile, "_build", None)
-    start = time.perf_counter()
-    assert compile.cubin(KERNEL, Tiny(), "sm_80") == path
-    assert time.perf_counter() - start < 0.05
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert compile.cubin(KERNEL, Tiny(), "sm_80") == path
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.05  # others may have the core for a while
 
 
 def test_what_the_key_depends_on(cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:

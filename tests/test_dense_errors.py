@@ -292,7 +292,7 @@ BAD_LENGTHS: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens_q": np.int32([0, 2, 6])}, "cu_seqlens_q[2] is 6: accepted are 2 to 5"),
     ({"cu_seqlens_k": np.int32([0, 8, 9])}, "cu_seqlens_k[1] is 8: accepted are 0 to 7"),
     ({"max_seqlen_q": 2}, "the rows that cu_seqlens_q gives sequence 1: found 3, accepted are 0"),
-    ({"max_seqlen_k": 3}, "the keys of sequence 1: found 4, accepted are 0 to 3"),
+    ({"max_seqlen_k": 3}, "which max_seqlen_k bounds, of sequence 1: found 4, accepted are 0 to 3"),
     ({"seqused_k": np.int32([4, 1])}, "seqused_k of sequence 0: found 4, accepted are 0 to 3"),
     ({"seqused_k": np.int32([1, -1])}, "seqused_k of sequence 1: found -1, accepted are 0 to 4"),
 ]

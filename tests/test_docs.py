@@ -8,6 +8,7 @@ Blocks for a GPU compile here, and those for CuPy run with NumPy in its place.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -159,6 +160,27 @@ def test_every_public_name_is_in_the_api_page() -> None:
     page = (ROOT / "docs/api.md").read_text()
     homes = {f"rawattn.{module}.{name}" for name, module in public._HOMES.items()}
     assert set(re.findall(r"^::: (\S+)", page, re.M)) == homes
+
+
+def test_the_migration_tables_name_what_there_is() -> None:
+    """On our side of them: functions that are public, arguments that one of them takes."""
+    page = (ROOT / "docs/migrate.md").read_text()
+    functions = {name: getattr(public, name) for name in public._HOMES}
+    arguments = {
+        argument
+        for function in functions.values()
+        if inspect.isfunction(function)
+        for argument in inspect.signature(function).parameters
+    }
+    sides = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")]
+    code = " ".join(text for side in sides for text in re.findall(r"`(.*?)`", side))
+    called = set(re.findall(r"(?<![.\w])([a-z_]+)\(", code))
+    named = set(re.findall(r"(?<![.\w])([a-z_]+)=", code))
+    alone = {text for side in sides for text in re.findall(r"`([a-z]+_[a-z_]+)`", side)}
+    assert len(called) > 2 and len(named) > 5 and len(alone) > 20
+    assert called <= functions.keys()
+    assert named <= arguments
+    assert alone <= functions.keys() | arguments
 
 
 def test_exit_codes_of_the_command_line_are_documented() -> None:

@@ -163,11 +163,9 @@ LADDER = PagedLimits(
     layouts=("x-major",),
     pages=(1, 3, 5, 8, 16, 32, 48),
     tables=("block_table", "csr"),
-    packed=(False,),
-    tree=(False,),
     rotary=("none",),
     splits=(0,),
-    max_q=1,
+    max_q=3,
     max_k=600,
     max_new=0,
     max_heads=4,
@@ -175,16 +173,12 @@ LADDER = PagedLimits(
 )
 
 
-def one_query(case: PagedCase) -> bool:
-    return set(case.q_lens) == {1}
-
-
 BACKENDS = pytest.mark.parametrize("backend", ["paged_v1", "paged_v2"])
 
 
 @BACKENDS
 @settings(max_examples=12, derandomize=True)
-@given(case=paged_cases(LADDER).filter(one_query))
+@given(case=paged_cases(LADDER))
 def test_paged_attention_is_the_reference(backend: str, case: PagedCase) -> None:
     law_paged_matches_reference(emulated_op(backend), case)
 
@@ -239,6 +233,8 @@ def test_other_types_and_wide_heads(
         k_lens=(70, 33) if size < 257 else (530, 0),
         dtype=dtype,
         cache_dtype=cache,
+        q_heads=4,
+        kv_heads=2,
         layout=layout,
         page=page,
         head_dim=size,
@@ -246,8 +242,46 @@ def test_other_types_and_wide_heads(
         memory="gaps",
         scale=-0.5,
         scales="heads",
+        alibi=True,
+        by_sequence=True,
     )
     law_paged_matches_reference(emulated_op(backend), case)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "float32", "causal": True, "alibi": True, "window": (500, 0)},
+        {"dtype": "float32", "window": (20, 1), "layout": "NHD", "packed": True, "alibi": True},
+        {"head_dim": 272, "value_dim": 300, "causal": True, "layout": "HND", "table": "csr"},
+        {"tree": True, "packed": True, "window": (600, -1), "sink": True},
+        {"tree": True, "dtype": "float16", "cache_dtype": "int8", "scales": "heads"},
+    ],
+    ids=lambda how: ",".join(how),
+)
+def test_several_queries(backend: str, how: dict[str, Any]) -> None:
+    case = {"q_lens": (3, 1, 4), "k_lens": (530, 1, 70), "page": 16, "q_heads": 2, "head_dim": 40}
+    if not how.get("packed"):
+        case["q_lens"] = (3, 3, 3)
+    law_paged_matches_reference(emulated_op(backend), PagedCase(**{**case, **how}))
+
+
+@pytest.mark.parametrize(("dtype", "value_dim"), [("float16", 8), ("bfloat16", 24)])
+def test_new_values_narrower_than_a_piece(dtype: str, value_dim: int) -> None:
+    """Rows of 16 bytes in v, but no 16 bytes in a cache of 8 bits: nothing past them is read."""
+    case = PagedCase(
+        q_lens=(1,),
+        k_lens=(1,),
+        dtype=dtype,
+        cache_dtype="float8_e4m3fn",
+        head_dim=32,
+        value_dim=value_dim,
+        layout="x-major",
+        page=2,
+        new=1,
+    )
+    law_paged_matches_reference(emulated_op("paged_v1"), case)
 
 
 SPARSE = [

@@ -176,6 +176,8 @@ def test_kernel_gives_what_the_reference_gives(name: str) -> None:
 def test_parts_are_whole_when_the_last_block_adds_them() -> None:
     # What a block hands over before it arrives at the counter shows under few schedules.
     check(Case(k_lens=(900, 300, 200, 100, 900, 300, 200, 100), sms=15, kv_heads=1), seeds=20)
+    # decode_sm90: each warp of rows has a counter of its own.
+    check(Case(k_lens=(900, 40, 300), q_lens=(13, 5, 9), packed=True, sms=9, kv_heads=1), seeds=12)
 
 
 def test_a_cluster_is_what_the_plan_chose() -> None:

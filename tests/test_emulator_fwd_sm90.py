@@ -54,8 +54,8 @@ def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
         q_lens=(400,) * 2,
         k_lens=(250,) * 2,
         dtype="float16",
-        q_heads=2,
-        kv_heads=1,
+        q_heads=4,
+        kv_heads=2,
         head_dim=tile.head_dim - 8,
         value_dim=tile.value_dim - 16,
         causal=True,
@@ -65,10 +65,12 @@ def test_dense(op_of: Callable[..., Op], tile: Tile) -> None:
 
 @pytest.mark.parametrize("tile", (*TILES, SELF, SELF_SHORT), ids=name)
 def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
-    """Sequences with NaN around them, empty ones among them, and all that scores may need."""
+    """Sequences with NaN around them, empty ones among them and one of more queries than keys, and
+    all that scores may need.
+    """
     case = Case(
-        q_lens=(5, 270, 0, 64),
-        k_lens=(33, 300, 7, 0),
+        q_lens=(5, 270, 0, 64, 30),
+        k_lens=(33, 300, 7, 0, 20),
         dtype="float16",
         layout="packed_used",
         q_heads=2,
@@ -77,7 +79,7 @@ def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
         value_dim=tile.value_dim,
         window=(100, 3),
         softcap=10.0,
-        alibi="heads",
+        alibi="batch",
         sink=True,
     )
     law_matches_reference(op_of(tile), case)

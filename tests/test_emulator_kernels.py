@@ -30,12 +30,12 @@ def op() -> Op:
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), TILES)
 def test_aligned(op: Op, head_dim: int, value_dim: int) -> None:
-    """Two query tiles, three key tiles, a padded head, rows of two query heads a KV head."""
+    """Two query tiles, three key tiles, a padded head, two query heads for each of two KV heads."""
     case = Case(
         q_lens=(140,),
         k_lens=(150,),
-        q_heads=2,
-        kv_heads=1,
+        q_heads=4,
+        kv_heads=2,
         head_dim=head_dim - 8,
         value_dim=value_dim,
         causal=True,
@@ -45,10 +45,14 @@ def test_aligned(op: Op, head_dim: int, value_dim: int) -> None:
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), TILES)
 def test_unaligned(op: Op, head_dim: int, value_dim: int) -> None:
-    """Copies of 2 bytes, every score feature, packed sequences, an empty one among them."""
+    """Copies of 2 bytes, every score feature, packed sequences: an empty one among them, and one
+    of more queries than keys, whose first rows begin before the first key.
+    """
     case = Case(
-        q_lens=(5, 70, 0),
-        k_lens=(33, 129, 7),
+        q_lens=(5, 70, 0, 30),
+        k_lens=(33, 129, 7, 20),
+        q_heads=2,
+        kv_heads=2,
         dtype="float16",
         layout="packed",
         memory="unaligned",
@@ -56,7 +60,7 @@ def test_unaligned(op: Op, head_dim: int, value_dim: int) -> None:
         value_dim=value_dim - 1,
         window=(100, 3),
         softcap=10.0,
-        alibi="heads",
+        alibi="batch",
         sink=True,
     )
     law_matches_reference(op, case)
@@ -84,6 +88,23 @@ def test_rows_without_keys_are_0_beside_nan() -> None:
     attention(q, k, v, out=out, lse=lse, causal=True, backend="fwd_sm80", seeds=(0,))
     assert (out[:, :8] == 0).all() and np.isneginf(lse[..., :8]).all()
     assert np.isnan(out[:, 8:]).all() and np.isfinite(lse[..., 8:]).all()
+
+
+def test_lengths_outside_of_their_storage_are_capped() -> None:
+    """They lie on the GPU, where nobody has checked them; a neighbour's keys are not theirs."""
+    starts = np.array([0, 7, 14, 20], np.int32)
+    options = {"max_seqlen_q": 7, "max_seqlen_k": 7, "backend": "fwd_sm80"}
+
+    def of(*used: int) -> bytes:
+        rng = np.random.default_rng(0)
+        q, k, v = rng.standard_normal((3, 20, 2, 64)).astype(np.float16)
+        out, lse = np.full_like(q, np.nan), np.full((2, 20), np.nan, np.float32)
+        options["seqused_k"] = np.array(used, np.int32)
+        cu = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        attention(q, k, v, out=out, lse=lse, seeds=(0,), **cu, **options)
+        return out.tobytes() + lse.tobytes()
+
+    assert of(-5, 9, 6) == of(0, 7, 6) != of(0, 6, 6)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import rawattn
 from tests.refusals import (  # noqa: F401  two of them are fixtures
     F16,
+    F32,
     I32,
     I64,
     TYPE,
@@ -39,9 +40,9 @@ BAD_CASCADES: Bad = [
     ({"common_prefix_len": -8}, VALUE, "common_prefix_len=-8: accepted are integers from 0"),
     ({"common_prefix_len": None}, TYPE, "common_prefix_len is None: accepted are integers"),
     ({"common_prefix_len": 8.0}, TYPE, "common_prefix_len=8.0: accepted is an integer"),
-    ({"block_table": None}, TYPE, "block_table is None: accepted is an array of int32"),
-    ({"cache_seqlens": None}, TYPE, "cache_seqlens is None: accepted is an array of int32"),
-    ({"cache_seqlens": np.array([10, 20], I32)}, VALUE, "and the queries of sequence 0: found -1"),
+    ({"block_table": None}, TYPE, "block_table is None: accepted is an array"),
+    ({"cache_seqlens": None}, TYPE, "cache_seqlens is None: accepted is an array"),
+    ({"cache_seqlens": np.array([10, 20], I32)}, VALUE, "cache_seqlens[0] is 10: accepted are 11 "),
     ({"causal": "top_left"}, VALUE, "causal='top_left': the queries are the last tokens"),
     ({"out": zeros(2, 4, 4, 16)[:, :3]}, VALUE, "accepted are rows of all sequences at equal dist"),
     ({"lse": zeros(2, 4, 3)}, VALUE, "lse of shape (2, 4, 3) has strides (48, 12, 4) bytes: accep"),
@@ -53,6 +54,15 @@ BAD_CASCADES: Bad = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_CASCADES, ids=name_of)
 def test_cascade(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     refuses(rawattn.cascade_attention, {**cascade(), **changes}, error, message)
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_shared_prefix_has_no_scale_of_a_sequence(name: str) -> None:
+    call = cascade(kv_cache_dtype="int8", **{name: np.ones((2, 2), F32)})
+    for cache in ("k_cache", "v_cache"):
+        call[cache] = zeros(6, 8, 2, 16, dtype=np.int8)
+    message = f"{name} has shape (2, 2): accepted are (), (1,), (2,), as sequences share the prefix"
+    refuses(rawattn.cascade_attention, call, VALUE, message)
 
 
 def test_rows_at_equal_distances_in_a_cascade() -> None:
@@ -117,7 +127,7 @@ BAD_MERGES: Bad = [
     ({"output_lse": zeros(5, 4)}, VALUE, "output_lse has shape (5, 4): accepted is (4, 5)"),
     ({"output": zeros(5, 4, 16, dtype=F16)}, TYPE, "output has dtype float16: accepted is float32"),
     ({"output_scale": 0.5}, VALUE, "output is None: with output_scale accepted is an array"),
-    ({"output_scale": 0.0}, VALUE, "output_scale=0.0: accepted are numbers above 0"),
+    ({"output_scale": 0.0}, VALUE, "output_scale=0.0: accepted are numbers from 1e-18"),
     ({"output_scale": 1.0, "output": zeros(5, 4, 16)}, TYPE, "output has dtype float32: accepted"),
     ({"output_scale": zeros(2)}, VALUE, "output_scale has shape (2,): accepted is (1,)"),
     ({"prefill_tokens_with_context": -1}, VALUE, "prefill_tokens_with_context=-1: accepted are"),

@@ -168,6 +168,7 @@ SHARED = PagedLimits(
     rotary=("none",),
     alibi=(False,),
     tree=(False,),
+    by_sequence=(False,),
     windows=False,
     max_new=0,
     data=("normal", "dominant", "equal"),
@@ -269,7 +270,7 @@ def test_blocks_are_copied(on: Any) -> None:
         ({"block_mapping": np.array([[0, 7]])}, ValueError, "block_mapping[0, 1] is 7: accepted a"),
         ({"block_mapping": np.array([[0, 5], [5, 1]])}, ValueError, "block_mapping[0, 1] is 5: ac"),
         ({"key_caches": [np.zeros((7, 4), F16).T]}, ValueError, "key_caches[0] of shape (4, 7) ha"),
-        ({"value_caches": [None]}, TypeError, "value_caches[0] is None: accepted are arrays"),
+        ({"value_caches": [None]}, TypeError, "value_caches[0] is None: accepted is an array"),
         ({"key_caches": [np.zeros(7, F16)]}, ValueError, "key_caches[0] has shape (7,): accepted"),
     ],
 )

@@ -16,7 +16,7 @@ from rawattn.cli import paged_flags
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.paged import BACKENDS, plan
-from rawattn.problem import CacheLayout, Unsupported
+from rawattn.problem import CacheLayout, Mask, Unsupported
 from tests.problems import decode_problem
 from tools.emulator.api import emulated
 
@@ -32,6 +32,13 @@ def test_the_first_that_takes_it() -> None:
     assert sparse.backend == "paged_v2" and sparse.why[0].startswith("decode_split: block-sparse")
     for name in ("paged_v2", "paged_v1"):
         assert plan(DECODE, H200, name).backend == name
+    several = replace(DECODE, dtype="float32", cache_dtype="float32", max_q=4, mask=Mask(right=0))
+    for queries, backend in ((4, "paged_v2"), (500, "paged_v1")):
+        made = plan(replace(several, max_q=queries), H200)
+        assert made.backend == backend
+        assert made.why[0] == "decode_split: dtype float32: takes float16 and bfloat16"
+    wide = plan(replace(DECODE, layout=CacheLayout.NHD, head_dim=300, max_q=2), H200)
+    assert wide.backend == "paged_v2" and "takes up to 256" in wide.why[0]
     host = plan(DECODE, Device.host())
     assert host.backend == "reference"
     assert all(reason.endswith("needs CUDA arrays, found NumPy arrays") for reason in host.why)
@@ -39,7 +46,7 @@ def test_the_first_that_takes_it() -> None:
 
 def test_what_nobody_takes_has_all_reasons() -> None:
     with pytest.raises(Unsupported) as caught:
-        plan(replace(DECODE, layout=CacheLayout.NHD, head_dim=300, max_q=2), H200)
+        plan(replace(DECODE, layout=CacheLayout.NHD, dtype="float64", max_q=2), H200)
     message = str(caught.value)
     assert all(f"{backend.name}: " in message for backend in BACKENDS)
     assert "over a NHD cache of bfloat16, page 16" in message
@@ -111,7 +118,7 @@ def test_the_command_says_what_the_planner_says(run: Any) -> None:
     assert found["backend"] == made.backend == "decode_split"
     assert found["workspace_bytes"] == made.workspace_bytes > 0
     assert found["problem"]["layout"] == "x-major" and found["problem"]["page"] == 16
-    refused = run("plan --device H200 --cache NHD --head-dim 300 --q-len 2 --json")
+    refused = run("plan --device H200 --cache NHD --dtype float32 --cache-dtype int8 --json")
     assert refused.code == 2 and len(refused.facts["passed_over"]) == len(BACKENDS)
     assert run("plan --device H200 --cache NHD --cache-dtype fp4").code == 2
 

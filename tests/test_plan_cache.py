@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rawattn.cache_problem import CopyBlocksProblem, KvWriteProblem, MergeProblem, RotaryProblem
 from rawattn.device import DEVICES, Device
 from rawattn.plan import configs, kv_write, merge, paged_v1, paged_v2
-from rawattn.problem import CacheLayout, Rows, Unsupported
+from rawattn.problem import CacheLayout, Mask, Rows, Unsupported
 from tests.problems import decode_problem
 
 H200, HOST = Device.named("H200"), Device.host()
@@ -170,12 +170,13 @@ def test_what_is_refused(plan: Any, problem: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_q": 2}, "takes one query a sequence"),
-        ({"q_rows": Rows.PACKED}, "takes one query a sequence"),
-        ({"tree": True}, "takes one query a sequence"),
+        ({"block_sparse": True, "max_q": 2}, "block-sparse attention: takes one query"),
+        ({"block_sparse": True, "q_rows": Rows.PACKED}, "block-sparse attention: takes one query"),
+        ({"q_rows": Rows.PADDED}, "padded queries: takes dense and packed ones"),
+        ({"mask": Mask(right=0, top_left=True)}, "aligned to the top left"),
         ({"dtype": "float32", "cache_dtype": "int8"}, "takes 8-bit ones with 16-bit queries"),
-        ({"max_k": 2**30 + 1}, "sequences of 1073741825 keys"),
-        ({"batch": 2**27}, "134217728 x 32 rows"),
+        ({"max_k": 2**30 + 1}, "queries and 1073741825 keys"),
+        ({"batch": 2**27}, "134217728 x 1 x 32 rows"),
     ],
 )
 def test_what_paged_attention_refuses(changes: dict[str, Any], words: str) -> None:
@@ -184,11 +185,21 @@ def test_what_paged_attention_refuses(changes: dict[str, Any], words: str) -> No
     assert paged_v2.refuses(problem, H200) == paged_v1.refuses(problem, H200)
 
 
+def test_a_query_is_a_row_of_blocks() -> None:
+    drafts = replace(DECODE, max_q=5)
+    (alone,) = paged_v1.launches(drafts, H200)
+    assert alone.grid == DECODE.batch * 5 * DECODE.q_heads
+    first, second = paged_v2.launches(drafts, H200)
+    assert (first.grid, second.grid) == (alone.grid * 8, alone.grid)
+    assert first.workspace_bytes == 4 * alone.grid * 8 * (128 + 2)
+    assert "takes up to 16" in str(paged_v2.refuses(replace(DECODE, max_q=17), H200))
+
+
 def test_long_rows_are_shared_by_blocks() -> None:
     wide = replace(DECODE, head_dim=576, value_dim=513)
     (alone,) = paged_v1.launches(wide, H200)
     assert (alone.config.head_dim, alone.grid) == (256, DECODE.batch * DECODE.q_heads * 3)
-    assert dict(alone.scalars) == {"column_blocks": 3}
+    assert dict(alone.scalars) == {"column_blocks": 3, "queries": 1}
     first, second = paged_v2.launches(wide, H200)
     assert (first.grid, second.grid) == (alone.grid * 8, alone.grid)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
-from rawattn.problem import CacheLayout, Mask, Rows, Scores
+from rawattn.problem import CacheLayout, Mask, Scores
 from rawattn.registry import all_configs
 from tests.problems import decode_problem
 
@@ -119,7 +119,7 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
     [
         _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=16),
         _with(layout=CacheLayout.X_MAJOR, page=1, kv_heads=32),
-        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, q_rows=Rows.PACKED),
+        _with(layout=CacheLayout.X_MAJOR, page=4, kv_heads=32, max_q=2),
     ],
 )
 def test_odd_pages_that_are_its_own(problem: PagedProblem) -> None:
@@ -155,7 +155,10 @@ def test_workspace_holds_two_parts_a_worker_or_every_part_of_a_fixed_split() -> 
     assert launch.workspace_bytes == launch.counters * 8 * 64 * 16
     (fixed,) = decode.launches(_with(split=500), H200)
     assert dict(fixed.scalars)["span"] == 512 // fixed.config.unit
-    assert fixed.counters == 32 * 8 * 8  # sequences, heads, parts of 512 of 4096 keys
+    parts = 32 * 8 * 8  # sequences, heads, parts of 512 of 4096 keys
+    assert fixed.kernel == "decode_sm90"
+    assert fixed.counters == parts * 8  # one a warp
+    assert fixed.workspace_bytes == parts * 4 * 64 * (128 + 4)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

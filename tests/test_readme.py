@@ -90,7 +90,9 @@ def test_the_table_spans_lengths_and_shows_gaps(tmp_path: Path) -> None:
         ],
     )
     made = table.markdown(page, results)
-    assert "| 64 | causal | 2, 512 to 4096 | 100 to 200 | 0.80 to 1.10 | 2.00 | - |\n" in made
+    assert (
+        "| 64 | causal | 2, 512 to 4096 | 100 to 200 | 0.80 to 1.10 | 2.00 (1 of 2) | - |\n" in made
+    )
     assert "| 128 | none | 1, 512 | 250 | 1.00 | - | - |\n" in made
     assert made.index("| 64 |") < made.index("| 128 | none") < made.index("| 128 | causal")
     assert "(../bench/results/nvidia-h200/fwd_sm80.csv)" in made and "cuDNN in 1.0" in made
@@ -183,6 +185,15 @@ def test_cells_where_a_peer_is_faster_are_named(tmp_path: Path) -> None:
         *rows_of(64, True, 2048, fwd_sm90=10.0, fa3=11.0),
     ]
     append(results / "nvidia-h200" / "fwd_sm90.csv", rows)
-    line = "A peer was more than 1 % faster in 1 of 3 cells: 64-True-512 0.80 of FlashAttention-3."
+    line = "A peer was more than 1 % faster in 1 of 3 cells, ours at: "
+    line += "64-True-512 0.80 of FlashAttention-3."
     assert line in table.markdown(page, results).splitlines()
-    assert "faster in" not in table.markdown("README.md", results)
+    assert line in table.markdown("README.md", results)
+    more = [r for n in range(5) for r in rows_of(128, True, n, fwd_sm90=10.0, fa3=9.0 - n)]
+    append(results / "nvidia-h200" / "fwd_sm90.csv", more)
+    short, full = (table.markdown(page, results) for page in ("README.md", "docs/bench.md"))
+    assert (
+        "in 6 of 8 cells, ours at: 128-True-4 0.50" in short
+        and "2 more [there](docs/bench.md)" in short
+    )
+    assert "128-True-0 0.90 of FlashAttention-3." in full and "more [there]" not in full

@@ -23,9 +23,9 @@ from rawattn.reference_paged import (
     tree_seen,
     write_cache,
 )
+from rawattn.testing.paged_inputs import NOWHERE
 
 Array = np.ndarray[Any, Any]
-NOWHERE = 2_147_480_000  # a page id past every cache
 
 
 def empty_caches(layout: CacheLayout, blocks: int, page: int, dtype: str) -> tuple[Array, Array]:
@@ -76,7 +76,7 @@ class Paged:
         )
         write_cache(self.k, self.v, self.k_cache, self.v_cache, self.slots, layout)
         self.table = np.full((len(lengths), max([0, *counts]) + 1), -1, np.int32)
-        self.table[:, -1] = NOWHERE
+        self.table[:, -1] = NOWHERE[1]
         for row, ids in zip(self.table, self.pages, strict=True):
             row[: len(ids)] = ids
 
@@ -85,7 +85,7 @@ class Paged:
         indices = [i for ids in self.pages for i in ids]
         return {
             "kv_indptr": np.cumsum([0, *counts], dtype=np.int32),
-            "kv_indices": np.array([*indices, NOWHERE], np.int32),
+            "kv_indices": np.array([*indices, NOWHERE[1]], np.int32),
             "kv_last_page_len": np.array([(n - 1) % page + 1 for n in self.lengths], np.int32),
         }
 

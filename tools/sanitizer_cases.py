@@ -52,6 +52,8 @@ PAGED_CASES = (
             {"layout": "NHD", "head_dim": 300, "value_dim": 270},
             {"page": 5, "value_dim": 13, "head_dim": 40, "alibi": True, "sink": True},
             {"cache_dtype": "float8_e4m3fn", "scales": "heads", "page": 32, "softcap": 20.0},
+            {"q_lens": (3, 1, 4), "packed": True, "dtype": "float32", "window": (90, 0)},
+            {"q_lens": (2, 2, 2), "head_dim": 304, "value_dim": 40, "tree": True},
         )
     ),
     *(
@@ -63,6 +65,8 @@ PAGED_CASES = (
             {"layout": "HND", "cache_dtype": "float8_e4m3fn", "dtype": "float16"},
             {"q_lens": (4, 4, 4), "k_lens": (700, 4, 33), "causal": True, "split": 64},
             {"q_lens": (8, 8, 8), "k_lens": (900, 8, 33), "causal": True, "softcap": 20.0},
+            {"q_lens": (5, 5, 5), "head_dim": 64, "value_dim": 64, "causal": True},
+            {"q_lens": (5,) * 9, "k_lens": (900, 5, 33, 64, 0, 300, 5, 5, 5), "tree": True},
             {"k_lens": (700, 3, 33), "new": 1, "rotary": "halves", "memory": "gaps"},
             {"head_dim": 65, "value_dim": 7, "page": 3, "table": "csr"},
             {"head_dim": 100, "q_lens": (2, 2, 2), "layout": "HND", "cache_dtype": "int8"},

@@ -16,10 +16,10 @@ from rawattn import cache, compile
 from rawattn.cli import flags
 from rawattn.cli.cache import folder_facts
 from rawattn.device import DEVICES, Device
-from rawattn.forward import Settings
-from rawattn.plan import plan
+from rawattn.plan import BACKENDS, plan
 from rawattn.problem import Problem
 from rawattn.registry import ARCHITECTURES, KERNELS, Config, all_configs
+from rawattn.settings import forced_backend
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
@@ -51,7 +51,7 @@ def _of_one_problem(problem: Problem, device: Device) -> list[tuple[str, Config]
             f"batch={problem.batch}, q_len={problem.max_q}: accepted are problems with an output, "
             "others launch nothing"
         )
-    chosen = plan(problem, device, Settings.read().backend)
+    chosen = plan(problem, device, forced_backend(None, BACKENDS))
     return [(launch.kernel, launch.config) for launch in chosen.launches]
 
 

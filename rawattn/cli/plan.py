@@ -8,20 +8,17 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from rawattn.calls import forced_backend
 from rawattn.cli import flags, paged_flags
-from rawattn.forward import Settings
 from rawattn.plan import Launch, dense, paged
 from rawattn.problem import Unsupported
+from rawattn.settings import forced_backend
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of a plan, and 0; with 2 the reasons of all backends, where none takes the problem."""
     problem = paged_flags.problem(args) if args.cache else flags.problem(args)
     planner: Any = paged if args.cache else dense
-    device, forced = flags.device(args), args.backend or Settings.read().backend
-    if args.cache:
-        forced = forced_backend(args.backend, planner.BACKENDS)
+    device, forced = flags.device(args), forced_backend(args.backend, planner.BACKENDS)
     asked = {
         "problem": problem_facts(problem),
         "device": {"name": device.name, "arch": device.arch, "sms": device.sms},

@@ -22,13 +22,13 @@ from rawattn.roofline.draw import draw, points
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of `rawattn.roofline`. ValueError where the peaks of the device are not known."""
     devices = list(DEVICES.values()) if args.device == "all" else [flags.device(args)]
-    if args.model:
+    if args.model is not None:
         asked, facts = _model_facts(args), [_step_facts(args, d) for d in devices]
     else:
         problem = flags.problem(args)
         asked = _problem_facts(problem, args.tiles)
         facts = [_limit_facts(problem, d) for d in devices]
-    if args.plot:
+    if args.plot is not None:
         asked |= _plot(args, devices)
     # One device: its facts stand beside the others. Several: a list of them.
     return asked | (facts[0] if args.device != "all" else {"devices": facts}), 0
@@ -126,6 +126,8 @@ def _plot(args: Namespace, devices: list[Device]) -> dict[str, Any]:
     """Draws the roofs, and the rows of the bench that are theirs."""
     if len(devices) != 1:
         raise ValueError("plot: accepted is one device, found --device all")
-    found = points(Path(args.rows), devices[0]) if args.rows else []
+    if Path(args.plot).suffix != ".png":
+        raise ValueError(f"plot={args.plot!r}: accepted are names of PNG files, as roofs.png")
+    found = points(Path(args.rows), devices[0]) if args.rows is not None else []
     draw(devices[0], found, Path(args.plot))
     return {"plot": args.plot, "points": len(found)}

@@ -17,9 +17,9 @@ from typing import Any
 from rawattn import testing
 from rawattn.cli.info import TYPICAL
 from rawattn.device import Device, import_cupy
-from rawattn.forward import Settings
-from rawattn.plan import plan
+from rawattn.plan import BACKENDS, plan
 from rawattn.problem import Unsupported
+from rawattn.settings import forced_backend
 from rawattn.testing import Case
 from rawattn.testing.paged_cases import PagedCase
 from rawattn.testing.paged_inputs import paged_tensors
@@ -79,7 +79,7 @@ PAGED = {
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of each check; 1 where one did not hold. ValueError: a RAWATTN_BACKEND there is not."""
     with contextlib.suppress(Unsupported):  # one of GPUs
-        plan(TYPICAL, Device.host(), Settings.read().backend)
+        plan(TYPICAL, Device.host(), forced_backend(None, BACKENDS))
     modules, no_gpu = ["numpy"], None
     try:
         import_cupy()

@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 
 from rawattn.device import Device
 from rawattn.problem import Unsupported
-from rawattn.registry import Config
+from rawattn.registry import KERNELS, Config
 
-ELEMENTS = {"float16": "fp16", "bfloat16": "bf16"}
+# Storage types: dtype -> C++ type of cuda/types.cuh.
+ELEMENTS = {"float16": "fp16", "bfloat16": "bf16"}  # what tensor cores take
+FLOATS = {**ELEMENTS, "float32": "float"}
+EIGHT_BIT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}  # of caches
+TYPES = {**FLOATS, **EIGHT_BIT}
 MAX_GRID = 2**31 - 1  # blocks that CUDA launches
 RAGGED = 2**30  # of `TensorMap.ragged`: more rows than a sequence may have
 
@@ -88,6 +92,17 @@ class Backend:
     name: str
     refuses: Callable[[Any, Device], str | None]  # of a problem; None: it takes it
     launches: Callable[[Any, Device], tuple[Launch, ...]]
+
+
+def refuses_device(kernel: str, device: Device) -> str | None:
+    """Why a kernel does not run on a device; None: it does."""
+    accepted = KERNELS[kernel].architectures
+    if device.arch == "host":
+        return "needs CUDA arrays, found NumPy arrays"
+    if device.arch not in accepted:
+        one_of = "one of " if len(accepted) > 1 else ""
+        return f"needs {one_of}{', '.join(accepted)}, found {device.arch}"
+    return None
 
 
 def _refuse_reference(p: Any, device: Device) -> str | None:

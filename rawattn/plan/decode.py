@@ -10,11 +10,11 @@ from rawattn.decode_configs import DecodeSm90
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan import decode_sm90, paged_v2
-from rawattn.plan.base import ELEMENTS, Launch, Part, TensorMap
+from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, Part, TensorMap, refuses_device
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
-from rawattn.registry import KERNELS, DecodeSplit
+from rawattn.registry import DecodeSplit
 
-CACHES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+CACHES = EIGHT_BIT
 HEAD_DIMS = (64, 128, 256)  # of tiles
 UNALIGNED_DIMS = HEAD_DIMS[1:]  # of those whose elements are moved one by one: few configs
 WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as registers hold
@@ -223,11 +223,8 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS["decode_split"].architectures:
-        accepted = ", ".join(KERNELS["decode_split"].architectures)
-        return f"needs one of {accepted}, found {device.arch}"
+    if reason := refuses_device("decode_split", device):
+        return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
     if p.cache_dtype not in (p.dtype, *CACHES):
@@ -292,7 +289,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
             ),
             maps=_maps(p, config) if isinstance(config, DecodeSm90) or config.tma else (),
             cluster=config.cluster,
-            counters=slots,
+            counters=slots * config.counters,
             workspace_bytes=slots * config.slot_bytes,
         ),
     )

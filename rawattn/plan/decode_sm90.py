@@ -15,12 +15,16 @@ from rawattn.problem import CacheLayout
 BOX = 16  # tokens of a tensor copy; they do not cross pages
 UNITS = {64: 64, 128: 64}  # keys; for 256 columns there are no registers
 STAGES = {64: 8, 128: 4}  # 128 KB in flight
-# Blocks of a cluster that shares a segment, where all of these fit on the GPU at a time and have no
-# more keys than this each: 5 to 10 us less at 1 x 8 k, 13 to 15 more at 1 x 128 k (H200,
-# 2026-11-30). Compiled for one head size.
+# Blocks of a cluster that shares a segment. Compiled for one head size.
 CLUSTER = 8
-CLUSTER_KEYS = 64 * 1024
 CLUSTER_HEAD_DIM = 128
+# Up to how many keys, by the share of the SMs that clusters are on. Nothing is handed over through
+# memory, but each segment has 8 SMs, be it long or short: few do not fill the memory, and of 16
+# clusters not all fit on the GPU at a time. 16 queries, clusters and balanced (H200, 2026-11-30):
+# 2 segments of 8 k and 32 k keys 21 and 29, 47 and 43 us; 8 of 32 k and 128 k 49 and 56, 154 and
+# 144; 16 of 2 k, 8 k and 32 k 23 and 24, 40 and 40, 107 and 83. Of 8 k keys and 16 in 7 of 8
+# sequences, no clusters took 5 us more.
+CLUSTER_KEYS = ((0.4, 16 * 1024), (0.75, 32 * 1024), (1.0, 4 * 1024))
 
 
 def config(element: str, head_dim: int, cluster: int = 1) -> DecodeSm90:
@@ -47,8 +51,9 @@ def chosen(p: PagedProblem, device: Device) -> DecodeSm90 | None:
         return None
     balanced = config(ELEMENTS[p.dtype], p.head_dim)
     segments = p.batch * p.kv_heads * -(-p.rows // balanced.rows)
-    few = segments * CLUSTER <= device.sms and p.max_k <= CLUSTER_KEYS and not p.split
-    if few and p.head_dim == CLUSTER_HEAD_DIM:
+    share = segments * CLUSTER / device.sms
+    keys = next((keys for most, keys in CLUSTER_KEYS if share <= most), 0)
+    if p.max_k <= keys and not p.split and p.head_dim == CLUSTER_HEAD_DIM:
         return replace(balanced, cluster=CLUSTER)
     return balanced
 

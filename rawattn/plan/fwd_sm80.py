@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.plan.base import ELEMENTS, MAX_GRID, Launch
+from rawattn.plan.base import ELEMENTS, MAX_GRID, Launch, refuses_device
 from rawattn.problem import MAX_LENGTH, Problem
-from rawattn.registry import KERNELS, FwdSm80
+from rawattn.registry import FwdSm80
 
 # (Batch, head) pairs that a sweep over the query blocks covers. Under a causal mask many pairs
 # balance long and short blocks (32 instead of one: up to 10 % on an H200); else few keep keys and
@@ -94,10 +94,8 @@ def configs(arch: str) -> Iterator[FwdSm80]:
 
 def refuses(p: Problem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS["fwd_sm80"].architectures:
-        return f"needs one of {', '.join(KERNELS['fwd_sm80'].architectures)}, found {device.arch}"
+    if reason := refuses_device("fwd_sm80", device):
+        return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
     if _tile(p) is None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.plan.base import ELEMENTS, Launch, TensorMap
+from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.problem import MAX_LENGTH, Problem, Rows
-from rawattn.registry import KERNELS, FwdSm90, FwdSm90Self
+from rawattn.registry import FwdSm90, FwdSm90Self
 
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
 NO_OVERLAP, ALL_ROWS, FIRST_ROW = 0, 1, 2  # Overlap of cuda/fwd_sm90_warpgroup.cuh
@@ -156,10 +156,8 @@ def self_configs(arch: str) -> Iterator[FwdSm90Self]:
 
 def refuses(p: Problem, device: Device) -> str | None:
     """Why the kernels do not take a problem; None: one does."""
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS["fwd_sm90"].architectures:
-        return f"needs sm_90a, found {device.arch}"
+    if reason := refuses_device("fwd_sm90", device):
+        return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
     tile = _tile(p)

@@ -18,12 +18,19 @@ from rawattn.cache_problem import (
 )
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES
-from rawattn.plan.base import MAX_GRID, REFERENCE, Backend, Launch, Plan, choose
+from rawattn.plan.base import (
+    EIGHT_BIT,
+    FLOATS,
+    MAX_GRID,
+    REFERENCE,
+    Backend,
+    Launch,
+    Plan,
+    choose,
+    refuses_device,
+)
 from rawattn.problem import CacheLayout
-from rawattn.registry import KERNELS
 
-ELEMENTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "float"}
-BYTES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 UNITS = {16: "uint4", 4: "unsigned", 1: "unsigned char"}
 ITEMS = 256  # pieces of rows a block: one a thread
 # Tokens side by side: neighbours in a page of values fill the 32 bytes that memory moves.
@@ -38,27 +45,27 @@ COPY_BYTES = 1 << 16  # of a block of the cache, which one thread block copies
 
 def configs(arch: str) -> Iterator[KvWrite]:
     """Every Config that `launches` can choose."""
-    for element in ELEMENTS.values():
-        for cache in (element, *BYTES.values()):
+    for element in FLOATS.values():
+        for cache in (element, *EIGHT_BIT.values()):
             for rotary in (False, True):
                 yield KvWrite(element=element, cache=cache, rotary=rotary)
 
 
 def refuses(p: KvWriteProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if reason := _refuses_device("kv_write", device):
+    if reason := refuses_device("kv_write", device):
         return reason
-    if p.dtype not in ELEMENTS:
-        return f"dtype {p.dtype}: takes {', '.join(ELEMENTS)}"
-    if p.cache_dtype not in (p.dtype, *BYTES):
-        return f"a cache of {p.cache_dtype}: takes {', '.join((p.dtype, *BYTES))}"
+    if p.dtype not in FLOATS:
+        return f"dtype {p.dtype}: takes {', '.join(FLOATS)}"
+    if p.cache_dtype not in (p.dtype, *EIGHT_BIT):
+        return f"a cache of {p.cache_dtype}: takes {', '.join((p.dtype, *EIGHT_BIT))}"
     return None if p.empty else _refuses_grid(launches(p, device))
 
 
 def launches(p: KvWriteProblem, device: Device) -> tuple[Launch, ...]:
     """One launch: a block for a few tokens, and, where one does not hold them, part of a row."""
-    element = ELEMENTS[p.dtype]
-    config = KvWrite(element=element, cache=BYTES.get(p.cache_dtype, element), rotary=p.rotary)
+    element = FLOATS[p.dtype]
+    config = KvWrite(element=element, cache=EIGHT_BIT.get(p.cache_dtype, element), rotary=p.rotary)
     chunk = 16 // ITEMSIZES[p.cache_dtype]
     shares = p.kv_heads * (-(-p.head_dim // chunk) - (-p.value_dim // chunk))
     x_major = p.layout is CacheLayout.X_MAJOR
@@ -88,16 +95,16 @@ def launches(p: KvWriteProblem, device: Device) -> tuple[Launch, ...]:
 
 def rotary_configs(arch: str) -> Iterator[Rotary]:
     """Every Config that `rotary_launches` can choose."""
-    for element in ELEMENTS.values():
+    for element in FLOATS.values():
         yield Rotary(element=element)
 
 
 def refuses_rotary(p: RotaryProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if reason := _refuses_device("rotary", device):
+    if reason := refuses_device("rotary", device):
         return reason
-    if p.dtype not in ELEMENTS:
-        return f"dtype {p.dtype}: takes {', '.join(ELEMENTS)}"
+    if p.dtype not in FLOATS:
+        return f"dtype {p.dtype}: takes {', '.join(FLOATS)}"
     return None if p.empty else _refuses_grid(rotary_launches(p, device))
 
 
@@ -108,7 +115,7 @@ def rotary_launches(p: RotaryProblem, device: Device) -> tuple[Launch, ...]:
     return (
         Launch(
             kernel="rotary",
-            config=Rotary(element=ELEMENTS[p.dtype]),
+            config=Rotary(element=FLOATS[p.dtype]),
             grid=-(-p.tokens // tokens),
             scalars=(("block_tokens", tokens),),
         ),
@@ -125,7 +132,7 @@ def sequences_configs(arch: str) -> Iterator[Sequences]:
 
 def refuses_sequences(p: SequencesProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    return _refuses_device("sequences", device)
+    return refuses_device("sequences", device)
 
 
 def sequences_launches(p: SequencesProblem, device: Device) -> tuple[Launch, ...]:
@@ -145,7 +152,7 @@ def copy_configs(arch: str) -> Iterator[CopyBlocks]:
 
 def refuses_copy(p: CopyBlocksProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if reason := _refuses_device("copy_blocks", device):
+    if reason := refuses_device("copy_blocks", device):
         return reason
     return None if p.empty else _refuses_grid(copy_launches(p, device))
 
@@ -164,14 +171,6 @@ def copy_launches(p: CopyBlocksProblem, device: Device) -> tuple[Launch, ...]:
 
 
 # ---- all of them ---------------------------------------------------------------------------------
-
-
-def _refuses_device(kernel: str, device: Device) -> str | None:
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS[kernel].architectures:
-        return f"needs one of {', '.join(KERNELS[kernel].architectures)}, found {device.arch}"
-    return None
 
 
 def _refuses_grid(found: tuple[Launch, ...]) -> str | None:

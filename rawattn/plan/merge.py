@@ -10,10 +10,17 @@ from rawattn.cache_configs import Merge
 from rawattn.cache_problem import MergeProblem
 from rawattn.device import Device
 from rawattn.paged_problem import ITEMSIZES
-from rawattn.plan.base import MAX_GRID, REFERENCE, Backend, Launch, Plan, choose
-from rawattn.registry import KERNELS
+from rawattn.plan.base import (
+    MAX_GRID,
+    REFERENCE,
+    TYPES,
+    Backend,
+    Launch,
+    Plan,
+    choose,
+    refuses_device,
+)
 
-ELEMENTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "float", "float8_e4m3fn": "e4m3"}
 # dtype of the states: those of out
 OUTS = {
     "float16": ("float16", "float8_e4m3fn"),
@@ -29,17 +36,13 @@ def configs(arch: str) -> Iterator[Merge]:
     for dtype, outs in OUTS.items():
         for out in outs:
             for pair in (False, True):
-                yield Merge(
-                    element=ELEMENTS[dtype], out=ELEMENTS[out], pair=pair, parts=_parts(out)
-                )
+                yield Merge(element=TYPES[dtype], out=TYPES[out], pair=pair, parts=_parts(out))
 
 
 def refuses(p: MergeProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS["merge"].architectures:
-        return f"needs one of {', '.join(KERNELS['merge'].architectures)}, found {device.arch}"
+    if reason := refuses_device("merge", device):
+        return reason
     if p.out_dtype not in OUTS.get(p.dtype, ()):
         takes = "; ".join(f"{x} to {', '.join(outs)}" for x, outs in OUTS.items())
         return f"states of {p.dtype} to {p.out_dtype}: takes {takes}"
@@ -71,8 +74,8 @@ def _parts(out_dtype: str) -> int:
 def launches(p: MergeProblem, device: Device) -> tuple[Launch, ...]:
     """One launch: a block for a few rows."""
     config = Merge(
-        element=ELEMENTS[p.dtype],
-        out=ELEMENTS[p.out_dtype],
+        element=TYPES[p.dtype],
+        out=TYPES[p.out_dtype],
         pair=p.states == 2,
         parts=_parts(p.out_dtype),
     )

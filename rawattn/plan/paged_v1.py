@@ -43,14 +43,18 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return "needs CUDA arrays, found NumPy arrays"
     if device.arch not in KERNELS["paged_v1"].architectures:
         return f"needs one of {', '.join(KERNELS['paged_v1'].architectures)}, found {device.arch}"
-    if p.max_q > 1 or p.q_rows is not Rows.DENSE or p.tree:
-        return "takes one query a sequence, in a dense batch"
+    if p.q_rows not in (Rows.DENSE, Rows.PACKED):
+        return f"{p.q_rows.value} queries: takes dense and packed ones"
+    if p.block_sparse and (p.max_q > 1 or p.q_rows is not Rows.DENSE or p.tree):
+        return "block-sparse attention: takes one query a sequence, in a dense batch"
+    if p.mask.top_left and not p.mask.trivial:
+        return "a mask aligned to the top left: takes the bottom right"
     if p.dtype not in CACHES or (p.quantized and p.dtype == "float32"):
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes 8-bit ones with 16-bit queries"
-    if p.max_k > MAX_LENGTH:
-        return f"sequences of {p.max_k} keys: takes up to {MAX_LENGTH}"
-    if p.batch * p.q_heads * column_blocks(p) > MAX_GRID:
-        return f"{p.batch} x {p.q_heads} rows: takes up to {MAX_GRID}"
+    if max(p.max_q, p.max_k) > MAX_LENGTH:
+        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
+    if p.batch * p.max_q * p.q_heads * column_blocks(p) > MAX_GRID:
+        return f"{p.batch} x {p.max_q} x {p.q_heads} rows: takes up to {MAX_GRID}"
     return None
 
 
@@ -60,13 +64,13 @@ def column_blocks(p: PagedProblem) -> int:
 
 
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
-    """One launch: a block a (sequence, query head) pair, and block of columns."""
+    """One launch: a block a (sequence, query, query head), and block of columns."""
     blocks = column_blocks(p)
     return (
         Launch(
             kernel="paged_v1",
             config=config(p),
-            grid=p.batch * p.q_heads * blocks,
-            scalars=(("column_blocks", blocks),),
+            grid=p.batch * p.max_q * p.q_heads * blocks,
+            scalars=(("column_blocks", blocks), ("queries", p.max_q)),
         ),
     )

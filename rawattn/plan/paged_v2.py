@@ -12,6 +12,9 @@ from rawattn.paged_problem import PagedProblem
 from rawattn.plan import paged_v1
 from rawattn.plan.base import MAX_GRID, Launch
 
+# Of a sequence, at most: more are blocks enough for paged_v1, which needs no workspace.
+QUERIES = 16
+
 
 def configs(arch: str) -> Iterator[PagedV1]:
     """Every Config that the first of the `launches` can have."""
@@ -32,26 +35,32 @@ def _partitions(p: PagedProblem) -> int:
     return -(-p.max_k // paged_v1.config(p).partition)
 
 
+def _rows(p: PagedProblem) -> int:
+    return p.batch * p.max_q * p.q_heads
+
+
 def refuses(p: PagedProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
     if reason := paged_v1.refuses(p, device):
         return reason
-    blocks = p.batch * p.q_heads * _partitions(p) * paged_v1.column_blocks(p)
+    if p.max_q > QUERIES:
+        return f"{p.max_q} queries a sequence: takes up to {QUERIES}"
+    blocks = _rows(p) * _partitions(p) * paged_v1.column_blocks(p)
     if blocks > MAX_GRID:
         return f"a grid of {blocks} blocks: takes up to {MAX_GRID}; max_seq_len= may help"
     return None
 
 
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
-    """A block a partition of a (sequence, query head) pair, then one a pair; paged_v1 alone where
-    there is one partition.
+    """A block a partition of a (sequence, query, query head), then one for all of them; paged_v1
+    alone where there is one partition.
     """
     partitions = _partitions(p)
     if partitions <= 1:
         return paged_v1.launches(p, device)
-    config, rows = paged_v1.config(p), p.batch * p.q_heads
+    config, rows = paged_v1.config(p), _rows(p)
     blocks = paged_v1.column_blocks(p)
-    scalars = (("partitions", partitions), ("column_blocks", blocks))
+    scalars = (("partitions", partitions), ("column_blocks", blocks), ("queries", p.max_q))
     return (
         Launch(
             kernel="paged_v2",

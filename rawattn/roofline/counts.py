@@ -83,17 +83,18 @@ def visible_rows(q_len: int, k_len: int, mask: Mask) -> tuple[int, int]:
     return max(0, queries), max(0, keys)
 
 
-def lengths_of(problem: Attention, lengths: Lengths | None) -> Lengths:
-    """The (queries, keys) of each sequence; without `lengths` all have `max_q` and `max_k`, which
-    is exact for dense rows and an upper bound for others. ValueError for another number of them.
+def lengths_of(problem: Attention, lengths: Lengths | None) -> Sequence[tuple[int, int, int]]:
+    """Queries and keys, and how many sequences have as many; without `lengths` all have `max_q` and
+    `max_k`, which is exact for dense rows and an upper bound for others. ValueError for another
+    number of `lengths` than there are sequences.
     """
     if lengths is None:
-        return [(problem.max_q, problem.max_k)] * problem.batch
+        return [(problem.max_q, problem.max_k, problem.batch)]
     if len(lengths) != problem.batch:
         raise ValueError(
             f"lengths={lengths!r}: accepted is a pair for each of {problem.batch} sequences"
         )
-    return lengths
+    return [(q_len, k_len, 1) for q_len, k_len in lengths]
 
 
 def work(
@@ -105,12 +106,13 @@ def work(
     if isinstance(problem, Movement):
         return Work(flops=0, bytes=_moved(problem))
     p, flops, q_elements, kv_elements, out_rows = problem, 0, 0, 0, 0
-    for q_len, k_len in lengths_of(problem, lengths):
+    for q_len, k_len, count in lengths_of(problem, lengths):
         queries, keys = visible_rows(q_len, k_len, p.mask)
-        flops += 2 * p.q_heads * (p.head_dim + p.value_dim) * visible_pairs(q_len, k_len, p.mask)
-        q_elements += queries * p.q_heads * p.head_dim
-        kv_elements += keys * p.kv_heads * (p.head_dim + p.value_dim)
-        out_rows += q_len * p.q_heads
+        pairs = count * visible_pairs(q_len, k_len, p.mask)
+        flops += 2 * p.q_heads * (p.head_dim + p.value_dim) * pairs
+        q_elements += count * queries * p.q_heads * p.head_dim
+        kv_elements += count * keys * p.kv_heads * (p.head_dim + p.value_dim)
+        out_rows += count * q_len * p.q_heads
     cache = p.cache_dtype if isinstance(p, PagedProblem) else p.dtype
     moved = (
         (q_elements + out_rows * p.value_dim) * itemsize(p.dtype)
@@ -155,7 +157,7 @@ def backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
     has two, one of them S = Q K^T again, in place of an N x N matrix read from memory.
     """
     p, pairs = problem, 0
-    for q_len, k_len in lengths_of(problem, lengths):
-        pairs += visible_pairs(q_len, k_len, p.mask)
+    for q_len, k_len, count in lengths_of(problem, lengths):
+        pairs += count * visible_pairs(q_len, k_len, p.mask)
     # S, dQ and dK multiply over head_dim, dP and dV over value_dim
     return 2 * p.q_heads * pairs * (3 * p.head_dim + 2 * p.value_dim)

@@ -13,8 +13,8 @@ from a whole block of queries are not read; the standard algorithm reads and wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from rawattn.arrays import DTYPES
 from rawattn.problem import Mask, Problem
@@ -60,7 +60,7 @@ def standard(problem: Problem, lengths: Lengths | None = None, *, passes: int = 
     """
     p, total = problem, Traffic()
     size = DTYPES[p.dtype].itemsize
-    for q_len, k_len in lengths_of(p, lengths):
+    for q_len, k_len, count in lengths_of(p, lengths):
         scores = q_len * k_len * size
         total += Traffic(
             q_read=q_len * p.head_dim * size,
@@ -71,7 +71,7 @@ def standard(problem: Problem, lengths: Lengths | None = None, *, passes: int = 
             p_written=scores,
             p_read=scores,
             o_written=q_len * p.value_dim * size,
-        )
+        ).times(count)
     return total.times(p.q_heads)
 
 
@@ -85,20 +85,17 @@ def keys_outside(
     """
     p, total = problem, Traffic()
     size = DTYPES[p.dtype].itemsize
-    for q_len, k_len in lengths_of(p, lengths):
-        keys = rows = 0
-        for length, seen in _rows_of_key_blocks(q_len, k_len, p.mask, block_m, block_n):
-            keys += length
-            rows += seen
+    for q_len, k_len, count in lengths_of(p, lengths):
+        tiles = _tiles(q_len, k_len, p.mask, block_m, block_n)
         total += Traffic(
-            q_read=rows * p.head_dim * size,
-            k_read=keys * p.head_dim * size,
-            v_read=keys * p.value_dim * size,
-            o_read=rows * p.value_dim * size,
-            o_written=rows * p.value_dim * size,
-            stats_read=2 * rows * STATISTIC,
-            stats_written=2 * rows * STATISTIC,
-        )
+            q_read=tiles.rows * p.head_dim * size,
+            k_read=tiles.keys_once * p.head_dim * size,
+            v_read=tiles.keys_once * p.value_dim * size,
+            o_read=tiles.rows * p.value_dim * size,
+            o_written=tiles.rows * p.value_dim * size,
+            stats_read=2 * tiles.rows * STATISTIC,
+            stats_written=2 * tiles.rows * STATISTIC,
+        ).times(count)
     return total.times(p.q_heads)
 
 
@@ -111,14 +108,14 @@ def queries_outside(
     """
     p, total = problem, Traffic()
     size = DTYPES[p.dtype].itemsize
-    for q_len, k_len in lengths_of(p, lengths):
-        keys = sum(_keys_of_query_blocks(q_len, k_len, p.mask, block_m, block_n))
+    for q_len, k_len, count in lengths_of(p, lengths):
+        tiles = _tiles(q_len, k_len, p.mask, block_m, block_n)
         total += Traffic(
             q_read=q_len * p.head_dim * size,
-            k_read=keys * p.head_dim * size,
-            v_read=keys * p.value_dim * size,
+            k_read=tiles.keys * p.head_dim * size,
+            v_read=tiles.keys * p.value_dim * size,
             o_written=q_len * p.value_dim * size,
-        )
+        ).times(count)
     return total.times(p.q_heads)
 
 
@@ -128,13 +125,8 @@ def rescale_flops(problem: Problem, block_m: int, block_n: int) -> int:
     They come to about ``1 / (4 block_n)`` of the two products; masks leave out tiles as above.
     """
     p = problem
-    tiles = 0
-    for q_len, k_len in lengths_of(p, None):
-        tiles += sum(
-            rows for _, rows in _rows_of_key_blocks(q_len, k_len, p.mask, block_m, block_n)
-        )
-        tiles += q_len
-    return tiles * p.value_dim * p.q_heads
+    rows = _tiles(p.max_q, p.max_k, p.mask, block_m, block_n).rows + p.max_q
+    return rows * p.batch * p.value_dim * p.q_heads
 
 
 def paper_tiles(elements: int, head_dim: int) -> tuple[int, int]:
@@ -145,33 +137,65 @@ def paper_tiles(elements: int, head_dim: int) -> tuple[int, int]:
     return min(block_n, head_dim), block_n
 
 
-def _seen_keys(q_len: int, k_len: int, mask: Mask, start: int, stop: int) -> tuple[int, int]:
-    """First key and the key past the last that rows `start` to `stop` see; equal: none."""
+# ---- tiles, in closed form -----------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """What the tiles of a sequence add up to: blocks of queries, each under the blocks of keys that
+    some row of it sees.
+    """
+
+    rows: int  # query rows, over all tiles
+    keys: int  # likewise
+    keys_once: int  # keys of the blocks that lie in some tile
+
+
+def _tiles(q_len: int, k_len: int, mask: Mask, block_m: int, block_n: int) -> Tiles:
+    """Counts them in time that does not grow with the lengths."""
     first, past = edges(q_len, k_len, mask)
-    low, high = max(0, first + start), min(k_len, past + stop - 1)
-    return (low, high) if low < high else (0, 0)
+    # Block i reads keys first + i block_m to past + (i + 1) block_m - 1, as far as there are such;
+    # blocks that begin behind all keys read none.
+    blocks = min(-(-q_len // block_m), _steps_to(k_len, first, block_m))
+    if blocks == 0:
+        return Tiles(0, 0, 0)
+    whole, end = blocks - 1, past + block_m - 1
+    tiles = _quotients(whole, end + block_n - 1, block_m, k_len + block_n - 1, block_n)
+    tiles -= _quotients(whole, first, block_m, k_len, block_n)
+    # The last block of queries may be cut off, ...
+    rows = min(q_len, blocks * block_m) - whole * block_m
+    high = min(max(past + whole * block_m + rows - 1, 0), k_len)
+    last = -(-high // block_n) - max(first + whole * block_m, 0) // block_n
+    # ... and so may the last one of keys, which is read by whoever reads its first key.
+    lacking, reached = -k_len % block_n, k_len - k_len % block_n + 1
+    readers = max(0, whole - _steps_to(reached, end, block_m)) + (high >= reached)
+    begin = max(first, 0) // block_n * block_n
+    return Tiles(
+        rows=tiles * block_m + last * rows,
+        keys=(tiles + last) * block_n - readers * lacking,
+        keys_once=max(0, min(k_len, -(-high // block_n) * block_n) - begin),
+    )
 
 
-def _keys_of_query_blocks(
-    q_len: int, k_len: int, mask: Mask, block_m: int, block_n: int
-) -> Iterator[int]:
-    """Keys that each block of queries reads, in whole blocks of keys."""
-    for start in range(0, q_len, block_m):
-        low, high = _seen_keys(q_len, k_len, mask, start, min(q_len, start + block_m))
-        yield min(k_len, -(-high // block_n) * block_n) - low // block_n * block_n
+def _steps_to(goal: int, start: int, step: int) -> int:
+    """The first i from 0 with ``start + i step >= goal``."""
+    return max(0, -(-(goal - start) // step))
 
 
-def _rows_of_key_blocks(
-    q_len: int, k_len: int, mask: Mask, block_m: int, block_n: int
-) -> Iterator[tuple[int, int]]:
-    """Length of each block of keys that is read, and how many rows its blocks of queries hold."""
-    blocks = [
-        (min(q_len, start + block_m) - start, *seen)
-        for start in range(0, q_len, block_m)
-        for seen in [_seen_keys(q_len, k_len, mask, start, min(q_len, start + block_m))]
-    ]
-    for start in range(0, k_len, block_n):
-        stop = min(k_len, start + block_n)
-        rows = sum(length for length, low, high in blocks if low < stop and high > start)
-        if rows:
-            yield stop - start, rows
+def _quotients(count: int, start: int, step: int, cap: int, size: int) -> int:
+    """The sum of ``min(max(start + i step, 0), cap) // size`` over 0 <= i < count."""
+    above = min(count, _steps_to(0, start, step))
+    below = min(count, max(above, _steps_to(cap, start, step)))
+    middle = _floor_sum(below - above, start + above * step, step, size)
+    return middle + (count - below) * (cap // size)
+
+
+def _floor_sum(count: int, start: int, step: int, size: int) -> int:
+    """The sum of ``(start + i step) // size`` over 0 <= i < count, for numbers from 0, as Euclid's
+    algorithm finds it.
+    """
+    total = 0
+    while count:
+        total += count * (start // size) + count * (count - 1) // 2 * (step // size)
+        start, step = start % size, step % size
+        count, start, step, size = *divmod(start + step * count, size), size, step
+    return total

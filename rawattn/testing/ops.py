@@ -56,9 +56,9 @@ class Op:
     """A kernel under test.
 
     `bitwise`, which is the default, promises that a row's bits do not depend on what else is in the
-    batch, nor on strides that leave rows on 16 bytes. An op with `bitwise=False` need only be as
-    close to the reference there as anywhere. That the same call gives the same bits again, all ops
-    must obey.
+    batch, nor on strides that leave rows on 16 bytes (and padded sequences whole rows apart). An op
+    with `bitwise=False` need only be as close to the reference there as anywhere. That the same
+    call gives the same bits again, all ops must obey.
 
     `imports` are the statements that a new process needs before `name` and the laws mean something,
     such as "from rawattn.testing import *; from test_mine import op". With them a failed law prints

@@ -19,15 +19,14 @@ MEMORIES = (
     "gaps",  # room between blocks, and between rows of q and out
 )
 ROTARY = ("none", "interleaved", "halves")  # of appended tokens
-SCALES = ("number", "tensor", "heads")  # of 8-bit caches: a float, (1,), (Hkv,)
+SCALES = ("number", "tensor", "heads")  # of 8-bit caches: a float, (1,), (Hkv,) or (B, Hkv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PagedCase:
     """One call. `q_lens` and `k_lens` hold a length a sequence; keys count those of the queries,
     and the `new` last ones of every sequence, or up to as many where they are packed, are appended
-    by the call. The rest means what the
-    arguments of `flash_attn_with_kvcache` mean.
+    by the call. The rest means what the arguments of `flash_attn_with_kvcache` mean.
     """
 
     q_lens: tuple[int, ...]
@@ -50,6 +49,7 @@ class PagedCase:
     sink: bool = False
     tree: bool = False
     scales: str = "number"
+    by_sequence: bool = False  # slopes are (B, Hq), not (Hq,), and scales of heads (B, Hkv)
     new: int = 0
     new_packed: bool = False
     leftpad: bool = False
@@ -69,6 +69,9 @@ class PagedCase:
             "padded rows"
         )
         assert self.rotary == "none" or self.new, "keys that are turned are new"
+        assert not (self.new and self.by_sequence and self.scales == "heads"), (
+            "new tokens have no scale a sequence"
+        )
         assert self.layout in LAYOUTS and self.table in TABLES and self.memory in MEMORIES
         assert self.data in DATA and self.rotary in ROTARY and self.scales in SCALES
 
@@ -106,6 +109,7 @@ class PagedLimits(Narrowed):
     alibi: tuple[bool, ...] = (False, True)
     sink: tuple[bool, ...] = (False, True)
     tree: tuple[bool, ...] = (False, True)
+    by_sequence: tuple[bool, ...] = (False, True)
     data: tuple[str, ...] = DATA
     windows: bool = True
     softcap: bool = True

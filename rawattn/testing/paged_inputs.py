@@ -34,7 +34,7 @@ class PagedTensors:
     new_k: list[Array]  # (new, Hkv, D)
     new_v: list[Array]
     pads: list[int]  # tokens in front of it, in its row of the cache
-    k_scale: Array  # float32, (Hkv,): all equal unless scales are of heads
+    k_scale: Array  # float32, (B, Hkv): all equal unless scales are of heads
     v_scale: Array
     tree: list[Array]  # (Sq, Sq) bool
     alibi_slopes: Array | None
@@ -47,8 +47,8 @@ class PagedTensors:
         dtype, old = np.dtype(self.case.stored), self.pads[b] + len(self.k[b])
         k = self.turned(self.new_k[b], old + np.arange(len(self.new_k[b])))
         new_k, new_v = (
-            quantized(k, self.k_scale, dtype),
-            quantized(self.new_v[b], self.v_scale, dtype),
+            quantized(k, self.k_scale[b], dtype),
+            quantized(self.new_v[b], self.v_scale[b], dtype),
         )
         return np.concatenate([self.k[b], new_k]), np.concatenate([self.v[b], new_v])
 
@@ -75,8 +75,10 @@ class PagedTensors:
             return np.concatenate([np.empty((0, heads, size), dtype), *xs])
 
         kind = "float32" if c.quantized else c.dtype
-        k = join([dequantized(k, self.k_scale) for k, _ in parts], c.kv_heads, c.head_dim, kind)
-        v = join([dequantized(v, self.v_scale) for _, v in parts], c.kv_heads, c.value_dim, kind)
+        ks = [dequantized(k, scale) for (k, _), scale in zip(parts, self.k_scale, strict=True)]
+        vs = [dequantized(v, scale) for (_, v), scale in zip(parts, self.v_scale, strict=True)]
+        k = join(ks, c.kv_heads, c.head_dim, kind)
+        v = join(vs, c.kv_heads, c.value_dim, kind)
         lens = zip(self.tree, c.q_lens, c.k_lens, strict=True)
         return Tensors(
             case=self.packed_case(),
@@ -103,11 +105,11 @@ class PagedTensors:
             head_dim=c.head_dim,
             value_dim=c.value_dim,
             layout="packed",
-            causal=c.causal and not c.tree,
+            causal=c.causal,
             window=(c.window[0], -1) if c.tree else c.window,
             scale=c.scale,
             softcap=c.softcap,
-            alibi="heads" if c.alibi else "none",
+            alibi=("batch" if c.by_sequence else "heads") if c.alibi else "none",
             sink=c.sink,
             data=c.data,
             seed=c.seed,
@@ -129,11 +131,12 @@ def paged_tensors(case: PagedCase) -> PagedTensors:
         )
         for q_len, k_len in zip(c.q_lens, c.k_lens, strict=True)
     ]
-    heads = c.kv_heads if c.scales == "heads" else 1
-    scales = rng.uniform(0.02, 0.2, (2, heads)) * np.ones((1, c.kv_heads))
-    k_scale, v_scale = (scales if c.quantized else np.ones_like(scales)).astype(np.float32)
-    dtype, stored = np.dtype(c.dtype), np.dtype(c.stored)
     batch = len(c.k_lens)
+    of_heads = (batch if c.by_sequence else 1, c.kv_heads) if c.scales == "heads" else (1, 1)
+    scales = rng.uniform(0.02, 0.2, (2, *of_heads))
+    scales = np.broadcast_to(scales if c.quantized else 1.0, (2, batch, c.kv_heads))
+    k_scale, v_scale = scales.astype(np.float32)
+    dtype, stored = np.dtype(c.dtype), np.dtype(c.stored)
     new = rng.integers(0, c.new + 1, batch) if c.new_packed else np.full(batch, c.new)
     pads = rng.integers(0, 20, batch).tolist() if c.leftpad else [0] * batch
     old = [max(0, k_len - n) for k_len, n in zip(c.k_lens, new.tolist(), strict=True)]
@@ -143,19 +146,32 @@ def paged_tensors(case: PagedCase) -> PagedTensors:
     return PagedTensors(
         case=case,
         q=[q.astype(dtype) for q, _, _ in parts],
-        k=[quantized(k[:n], k_scale, stored) for (_, k, _), n in zip(parts, old, strict=True)],
-        v=[quantized(v[:n], v_scale, stored) for (_, _, v), n in zip(parts, old, strict=True)],
+        k=[
+            quantized(k[:n], scale, stored)
+            for (_, k, _), n, scale in zip(parts, old, k_scale, strict=True)
+        ],
+        v=[
+            quantized(v[:n], scale, stored)
+            for (_, _, v), n, scale in zip(parts, old, v_scale, strict=True)
+        ],
         new_k=[k[n:].astype(dtype) for (_, k, _), n in zip(parts, old, strict=True)],
         new_v=[v[n:].astype(dtype) for (_, _, v), n in zip(parts, old, strict=True)],
         pads=pads,
         k_scale=k_scale,
         v_scale=v_scale,
         tree=[np.tril(rng.random((n, n)) < 0.6) | np.eye(n, dtype=bool) for n in c.q_lens],
-        alibi_slopes=rng.uniform(0.01, 0.5, c.q_heads).astype(np.float32) if c.alibi else None,
+        alibi_slopes=_slopes(c, rng),
         sink=rng.normal(0, 2, c.q_heads).astype(np.float32) if c.sink else None,
         cos=np.cos(angles).astype(dtype),
         sin=np.sin(angles).astype(dtype),
     )
+
+
+def _slopes(c: PagedCase, rng: np.random.Generator) -> Array | None:
+    if not c.alibi:
+        return None
+    shape = (len(c.q_lens), c.q_heads) if c.by_sequence else (c.q_heads,)
+    return rng.uniform(0.01, 0.5, shape).astype(np.float32)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -300,8 +316,7 @@ def _scores(t: PagedTensors) -> dict[str, Any]:
             c.stored, c.stored
         )
         for name, scale in (("k_descale", t.k_scale), ("v_descale", t.v_scale)):
-            kinds: dict[str, Any] = {"tensor": scale[:1], "heads": scale}
-            found[name] = kinds.get(c.scales, float(scale[0]))
+            found[name] = _given_scale(scale, c)
     if c.tree:
         found["tree_mask"] = _tree_mask(t)
     if c.new:
@@ -314,6 +329,14 @@ def _scores(t: PagedTensors) -> dict[str, Any]:
             found["rotary_interleaved"] = c.rotary == "interleaved"
             found["max_seqlen_k"] = max(n + pad for n, pad in zip(c.k_lens, t.pads, strict=True))
     return found
+
+
+def _given_scale(scale: Array, c: PagedCase) -> Any:
+    """The argument of a call that means a scale (B, Hkv)."""
+    if c.scales == "heads" and c.by_sequence:
+        return scale
+    of_heads = scale[0] if len(scale) else np.ones(c.kv_heads, np.float32)
+    return {"number": float(of_heads[0]), "tensor": of_heads[:1], "heads": of_heads}[c.scales]
 
 
 def _tree_mask(t: PagedTensors) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from rawattn.testing.paged_cases import PagedCase, PagedLimits
+from rawattn.testing.paged_cases import SCALES, PagedCase, PagedLimits
 from rawattn.testing.strategies import head_dims, windows
 
 MAX_WORK = 1 << 17  # scores of one case; keeps the reference at some milliseconds
@@ -55,6 +55,7 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
     dtype, cache_dtype, layout, head_dim = draw(stored_keys(limits))
     window = draw(st.just((-1, -1)) | windows(most)) if limits.windows else (-1, -1)
     tree = draw(st.sampled_from(limits.tree)) and draw(st.booleans())
+    scales = draw(st.sampled_from(SCALES))
     return PagedCase(
         q_lens=q_lens,
         k_lens=tuple(draw(key_lengths(new, most, page)) for _ in range(batch)),
@@ -68,14 +69,15 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
         page=page,
         table=table,
         packed=packed,
-        causal=draw(st.sampled_from(limits.causal)),
+        causal=draw(st.sampled_from(limits.causal)) and not tree,
         window=(window[0], -1) if tree else window,
         scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))),
         softcap=draw(st.sampled_from((0.0, 0.0, 5.0, 30.0))) if limits.softcap else 0.0,
         alibi=draw(st.sampled_from(limits.alibi)),
         sink=draw(st.sampled_from(limits.sink)),
         tree=tree,
-        scales=draw(st.sampled_from(("number", "tensor", "heads"))),
+        scales=scales,
+        by_sequence=not (new and scales == "heads") and draw(st.sampled_from(limits.by_sequence)),
         new=new,
         new_packed=new > 0 and draw(st.sampled_from(limits.new_packed)),
         leftpad=table == "rows" and layout != "x-major" and draw(st.sampled_from(limits.leftpad)),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// c = a b^T with the instructions of sm_80, for the emulator's tests: cp.async into two stages, ldmatrix, mma.sync.
-// One warp a 16 x 16 tile. Rows past m are zeros and are not stored.
+// c = a b^T with the instructions of sm_80, for the emulator's tests: cp.async into two stages,
+// ldmatrix, mma.sync. One warp a 16 x 16 tile. Rows past m are zeros and are not stored.
 #include "ptx_sm80.cuh"
 
 struct GemmParams {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// c = a b^T with the instructions of sm_90, for the emulator's tests: a producer warp fills a ring of stages by TMA, a
-// warpgroup multiplies with wgmma and leaves by TMA. A block computes 64 x kN; the two blocks of a cluster share b, of
-// which each loads one half for both.
+// c = a b^T with the instructions of sm_90, for the emulator's tests: a producer warp fills a ring
+// of stages by TMA, a warpgroup multiplies with wgmma and leaves by TMA. A block computes 64 x kN;
+// the two blocks of a cluster share b, of which each loads one half for both.
 #include "ptx_sm90_tma.cuh"
 #include "ptx_sm90_wgmma.cuh"
 

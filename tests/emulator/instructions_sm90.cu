@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One kernel an instruction of sm_90, for the emulator's tests. RANK, N, TYPE and the like are put in by the tests.
+// One kernel an instruction of sm_90, for the emulator's tests. RANK, N, TYPE and the like are put
+// in by the tests.
 #include "ptx_sm90_tma.cuh"
 #include "ptx_sm90_wgmma.cuh"
 
@@ -105,7 +106,7 @@ extern "C" __global__ void bulk(const __grid_constant__ BulkParams p) {
   }
 }
 
-// ---- Every block of a cluster hands 4 floats to the next one, and reads those of the one before it ----
+// ---- Clusters: each block hands 4 floats to the next one, and reads those of the one before it
 struct RingParams {
   float* got;   // [blocks][4]: what the block before wrote here
   float* read;  // [blocks][4]: what is read from the block before

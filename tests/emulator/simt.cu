@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels that the emulator's own tests run, and break on purpose: threads, shared memory, warps, atomics.
+// Small kernels that the emulator's own tests run, and break on purpose: threads, shared memory,
+// warps, atomics.
 #include "ptx_sm90.cuh"
 
 struct SumParams {

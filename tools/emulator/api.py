@@ -25,6 +25,7 @@ from rawattn.testing.paged_laws import PagedOp, with_kvcache
 from tools.emulator.plans import run_launch
 
 READ = ("q", "k", "v", "block_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sink", "pairs")
+ALIGNMENT = 512  # bytes, of a new array, as CuPy has it
 CACHED = (paged_call, cascade_call, copy_call, kv_write_call, merge_call)  # whose kinds are kept
 
 
@@ -79,15 +80,10 @@ def _view(name: str, x: Any, dtype: str | None = None) -> View:
 
 def _empty(spec: Spec) -> View:
     """A new array on device 0, full of NaN."""
-    memory = np.full(spec.extent + arrays_margin(), 0xFF, np.uint8)
-    start = -memory.ctypes.data % 256
+    memory = np.full(spec.extent + ALIGNMENT, 0xFF, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     cut = memory[start : start + spec.extent]
     return _view("", cut.view(DTYPES[spec.dtype]).reshape(spec.shape))
-
-
-def arrays_margin() -> int:
-    """Bytes that are spent on aligning a new array as CuPy aligns them."""
-    return 256
 
 
 def _to_device(values: Any, dtype: str, device: int, *, shared: bool = False) -> View:

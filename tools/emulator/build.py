@@ -34,9 +34,11 @@ RUNTIME_SOURCES = tuple(
     f"{name}.cpp" for name in ("launch", "runtime", "memory", "warp", "bulk", "wgmma")
 )
 # The sanitizers report every access (thread), and what a GPU traps on or does silently wrong
-# (alignment, bounds); none of their libraries is linked, memory.cpp answers the calls.
+# (alignment, bounds); none of their libraries is linked, memory.cpp answers the calls. Not
+# optimised: -O2 takes g++ three times as long, 2 s for a forward kernel, and what tests run then
+# takes a fifth less, since most of a run is spent in the runtime.
 UNIT_FLAGS = (
-    *("-O2", "-include", "emulator.hpp", "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions"),
+    *("-O0", "-include", "emulator.hpp", "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions"),
     *("-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=return-type"),
     *("-fsanitize=thread,alignment,bounds", "--param=tsan-instrument-func-entry-exit=0"),
     "--param=tsan-distinguish-volatile=1",
@@ -186,7 +188,7 @@ def compile_unit(
 ) -> Path:
     """The shared object of a unit whose entry is `kernel`, from the disk cache where it is known.
 
-    `folders` hold the kernel sources. `flags` come last: ``-O0`` for a debugger, say. Raises
+    `folders` hold the kernel sources. `flags` come last: ``-O2`` for a long run, say. Raises
     BuildError.
     """
     if reason := available():

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mbarrier, bulk and tensor copies (TMA), distributed shared memory, and the fences between ordinary and asynchronous
-// accesses: what sm_90 adds outside wgmma.
+// mbarrier, bulk and tensor copies (TMA), distributed shared memory, and the fences between
+// ordinary and asynchronous accesses: what sm_90 adds outside wgmma.
 #include <algorithm>
 #include <bit>
 
@@ -8,7 +8,8 @@
 
 namespace emu {
 
-// ---- mbarrier: its state is the 64-bit word in shared memory, as on the GPU, so that stray writes destroy it ----
+// ---- mbarrier ----
+// Its state is the 64-bit word in shared memory, as on the GPU, so that stray writes destroy it.
 struct BarrierWord {
   u64 pending : 20, expected : 20;
   long long bytes : 21;
@@ -52,12 +53,6 @@ void mbarrier_init(u32 bar, int arrivals) {
   note_write(self, *self.warp->block, bar, 8);
 }
 
-void mbarrier_inval(u32 bar) {
-  EMU_HERE();
-  load_word(*machine.self, bar, "mbarrier.inval");
-  std::memset(shared(*machine.self, bar, 8, 8, "mbarrier.inval"), kPoison, 8);
-}
-
 void mbarrier_arrive(u32 bar, int expect_bytes, bool arrives) {
   EMU_HERE();
   Thread& self = *machine.self;
@@ -84,16 +79,13 @@ static void complete_bytes(const Thread& issuer, Block& block, u32 bar, u32 byte
   store_word(issuer, address, word);
 }
 
-bool mbarrier_wait(u32 bar, int parity, bool sleeps) {
+bool mbarrier_wait(u32 bar, int parity) {
   EMU_HERE();
   Thread& self = *machine.self;
-  const char* what = sleeps ? "mbarrier.try_wait" : "mbarrier.test_wait";
+  const char* what = "mbarrier.try_wait";
   if (parity != 0 && parity != 1) fail(self, "%s: parity %d", what, parity);
   if (load_word(self, bar, what).phase == u64(parity)) {
-    if (sleeps)
-      wait(State::mbarrier, what, bar);
-    else
-      yield();
+    wait(State::mbarrier, what, bar);
     return load_word(self, bar, what).phase != u64(parity);
   }
   schedule();
@@ -331,7 +323,8 @@ void check_tensor_map(const void* map) {
   tensor_map(map);
 }
 
-// 16-byte chunks of a shared address, permuted within a pattern of 8 rows: address bits 4-6 ^= bits 7-9, or fewer.
+// 16-byte chunks of a shared address, permuted within a pattern of 8 rows: address bits 4-6 ^= bits
+// 7-9, or fewer.
 static u32 swizzled(u32 address, u32 mode) {
   const u32 bits = mode == 0 ? 0 : (2u << (mode - 1)) - 1;  // 32, 64, 128 bytes: 1, 3, 7
   return address ^ (address >> 7 & bits) << 4;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which memory a kernel may touch: every plain access is reported by g++'s instrumentation, every other one is checked by
-// the instruction that makes it.
+// Which memory a kernel may touch: every plain access is reported by g++'s instrumentation, every
+// other one is checked by the instruction that makes it.
 #include <link.h>
 
 #include <algorithm>
@@ -120,7 +120,8 @@ static bool in_own_object(const u8* p) {
                      [&](const Segment& s) { return s.begin <= p && p < s.end; });
 }
 
-// A plain load or store of the kernel, reported by g++'s instrumentation (-fsanitize=thread) just before it happens.
+// A plain load or store of the kernel, reported by g++'s instrumentation (-fsanitize=thread) just
+// before it happens.
 static void access(const void* address, u32 bytes, u32 align, bool write, void* frame) {
   Machine& m = machine;
   Thread* self = m.self;

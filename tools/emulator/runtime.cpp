@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors, the adversarial scheduler, calls that a warp makes together, barriers of the block and the cluster.
+// Errors, the adversarial scheduler, calls that a warp makes together, barriers of the block and
+// the cluster.
 #include "runtime.hpp"
 
 #include <dlfcn.h>
@@ -72,7 +73,8 @@ void fail(const Thread& thread, const char* format, ...) {
   stop(place(thread) + ": " + text + "\n " + frames(thread));
 }
 
-// What the lanes of `warp` in `lanes` do that do the same as the first of them; those leave `lanes`.
+// What the lanes of `warp` in `lanes` do that do the same as the first of them; those leave
+// `lanes`.
 static std::string waiting(const Warp& warp, u32& lanes) {
   const Thread& first = warp.lane[__builtin_ctz(lanes)];
   u32 same = 0;

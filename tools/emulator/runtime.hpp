@@ -108,10 +108,9 @@ struct Barrier {
   std::vector<Warp*> waiting;
 };
 
-struct
-    Write {  // the last ordinary store to 4 bytes of shared memory; writer 0: none, or an asynchronous one
+struct Write {  // the last ordinary store to 4 bytes of shared memory
   u32 time;
-  u32 writer;
+  u32 writer;  // 0: none, or an asynchronous one
 };
 
 struct Block {
@@ -119,9 +118,9 @@ struct Block {
   Dim index{};
   u32 rank = 0, live_warps = 0;
   u8* memory = nullptr;
-  std::vector<u32>
-      in_flight;  // for each 4 bytes: what is under way to them: a thread's cp.async, a bulk copy, or 0
-  std::vector<Write> writes;  // for each 4 bytes
+  // For each 4 bytes of shared memory.
+  std::vector<u32> in_flight;  // what is under way to them: a thread's cp.async, a bulk copy, or 0
+  std::vector<Write> writes;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   Barrier barriers[16];
@@ -142,8 +141,8 @@ struct Chunk {  // up to 16 bytes of a bulk copy
   u8 from, to;  // the bytes of the chunk that lie inside the tensor
 };
 
-struct
-    Operation {  // a bulk copy, or (products) permission for a warpgroup to execute its oldest wgmma
+// A bulk copy, or, with `products`, permission for a warpgroup to execute its oldest wgmma.
+struct Operation {
   Thread* issuer = nullptr;
   Warp* products = nullptr;  // the first of the warpgroup
   Bulk kind = Bulk::load;
@@ -225,7 +224,8 @@ enum class Reduce : u8 { add, min, max, umin, umax, bit_and, bit_or, bit_xor };
 enum class Sync : u8 { plain, vote_and, vote_or, count };
 
 // ---- runtime.cpp: errors, scheduler, collective calls, barriers ----
-// Ends the launch. The text names kernel, block, thread, and the source lines that led to `thread`'s last call.
+// Ends the launch. The text names kernel, block, thread, and the source lines that led to
+// `thread`'s last call.
 [[noreturn]] void fail(const Thread& thread, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 [[noreturn]] void stop(const std::string& text);
@@ -284,7 +284,8 @@ void execute_product(Warp& first);
 
 constexpr u32 kOperation = 1u << 31;  // in Block::in_flight: an operation, not a cp.async
 
-// Where the caller of the runtime stands. A macro: it must expand in the function that the kernel called.
+// Where the caller of the runtime stands. A macro: it must expand in the function that the kernel
+// called.
 #define EMU_HERE() (machine.self->frame = __builtin_frame_address(0))
 
 }  // namespace emu

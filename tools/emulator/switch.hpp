@@ -7,7 +7,8 @@
 
 namespace emu {
 
-// ---- Context switch: saves the callee-saved registers on the old stack, and takes the new one's ----
+// ---- Context switch ----
+// Saves the callee-saved registers on the old stack, and takes the new one's.
 #if defined(__x86_64__)
 extern "C" void emu_switch(void** save, void* load);
 asm(R"(

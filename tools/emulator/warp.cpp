@@ -92,7 +92,8 @@ u32 reduce(u32 mask, u32 value, Reduce kind) {
   return value;
 }
 
-// ---- cp.async: the destination is NaN from issue to landing, and nobody may touch it meanwhile ----
+// ---- cp.async ----
+// The destination is NaN from issue to landing, and nobody may touch it meanwhile.
 
 static void land(Thread& thread, const Copy& copy) {
   Block& block = *thread.warp->block;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma: shared memory is read at some moment after the fourth warp's issue and before the wait returns; accumulators are
-// NaN in between. A product is over for its four warps at once, as on the GPU: one of them may release what it read.
+// wgmma: shared memory is read at some moment after the fourth warp's issue and before the wait
+// returns; accumulators are NaN in between. A product is over for its four warps at once, as on the
+// GPU: one of them may release what it read.
 #include <algorithm>
 
 #include "runtime.hpp"
@@ -39,8 +40,8 @@ static u32 swizzled(u32 address, u32 span) {
   return address ^ (address >> 7 & (span / 16 - 1)) << 4;
 }
 
-// `rows` x 32 bytes of an operand, K innermost. K-major: a pattern row holds `span` bytes of K. MN-major: it holds
-// span / 2 columns of one K.
+// `rows` x 32 bytes of an operand, K innermost. K-major: a pattern row holds `span` bytes of K.
+// MN-major: it holds span / 2 columns of one K.
 static void gather(const Thread& thread, u64 bits, bool mn_major, u32 first_row, u32 rows,
                    u8 (*to)[32], const char* what) {
   const Descriptor d = decode(thread, bits);
@@ -83,7 +84,8 @@ static void widen(const u8* from, Format format, float* to, u32& count) {
   }
 }
 
-// Element i of a lane's accumulators is row lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (lane % 4) + i % 2.
+// Element i of a lane's accumulators is row lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (lane %
+// 4) + i % 2.
 static u32 element(u32 lane, u32 i, u32 n) {
   return (lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Number formats of the tensor cores: exact widening to float32, and narrowing with the GPU's rounding.
+// Number formats of the tensor cores: exact widening to float32, and narrowing with the GPU's
+// rounding.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -11,7 +12,8 @@ enum class Format : unsigned char { bf16, f16, e4m3 };
 
 inline float from_bf16(unsigned bits) { return std::bit_cast<float>(bits << 16); }
 
-// A half's bits, moved to float32's place, are 2^112 too small; the product also normalises subnormals.
+// A half's bits, moved to float32's place, are 2^112 too small; the product also normalises
+// subnormals.
 inline float from_f16(unsigned bits) {
   const float magnitude = std::bit_cast<float>((bits & 0x7fff) << 13) * 0x1p112f;
   const unsigned special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel sees of the emulator: the CUDA built-ins, in front of every unit (g++ -include). No state lives here:
-// everything that touches the machine is a call into runtime.cpp, which is compiled apart, without instrumentation.
+// What a kernel sees of the emulator: the CUDA built-ins, in front of every unit (g++ -include). No
+// state lives here: everything that touches the machine is a call into runtime.cpp, which is
+// compiled apart, without instrumentation.
 #pragma once
 #include <cassert>
 #include <cmath>
@@ -50,7 +51,8 @@ struct dim3 {
 // ---- The machine ----
 namespace emu {
 
-// Fixed for the life of a thread, so that g++ may call them once (a fiber never changes its thread).
+// Fixed for the life of a thread, so that g++ may call them once (a fiber never changes its
+// thread).
 [[gnu::const]] uint3 thread_index();
 [[gnu::const]] uint3 block_index();
 [[gnu::const]] uint3 block_size();
@@ -77,7 +79,8 @@ void fence();
 long long clock();
 [[noreturn]] void trap(const char* what);
 
-// `__shared__ T x;` and `extern __shared__ T x[];`: driver.py turns the two declarations into these.
+// `__shared__ T x;` and `extern __shared__ T x[];`: driver.py turns the two declarations into
+// these.
 template <unsigned kKey, class T, unsigned kAlign>
 inline const unsigned static_offset =
     reserve_static(sizeof(T), kAlign > alignof(T) ? kAlign : alignof(T));
@@ -177,7 +180,8 @@ inline unsigned __reduce_xor_sync(unsigned m, unsigned v) {
   return emu::reduce(m, v, emu::Reduce::bit_xor);
 }
 
-// ---- Atomics: one thread runs at a time, so checking the address and giving others a turn is all it takes ----
+// ---- Atomics ----
+// One thread runs at a time, so checking the address and giving others a turn is all it takes.
 #define EMU_UNCHECKED __attribute__((no_sanitize("thread")))
 #define EMU_ATOMIC(name, expression)                                       \
   template <class T>                                                       \

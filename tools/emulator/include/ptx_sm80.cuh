@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twin of cuda/ptx_sm80.cuh for the emulator: the same names and signatures, as calls into runtime.cpp.
+// Twin of cuda/ptx_sm80.cuh for the emulator: the same names and signatures, as calls into
+// runtime.cpp.
 #pragma once
 #include "convert.hpp"
 

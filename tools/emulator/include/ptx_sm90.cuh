@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twin of cuda/ptx_sm90.cuh for the emulator: the same names and signatures, as calls into the runtime.
+// Twin of cuda/ptx_sm90.cuh for the emulator: the same names and signatures, as calls into the
+// runtime.
 #pragma once
 #include "ptx_sm89.cuh"
 
@@ -8,10 +9,9 @@ namespace emu {
 enum class Bulk : unsigned char { load, store, reduce_add };
 
 void mbarrier_init(unsigned bar, int arrivals);
-void mbarrier_inval(unsigned bar);
 void mbarrier_fence_init();
 void mbarrier_arrive(unsigned bar, int expect_bytes, bool arrives);
-bool mbarrier_wait(unsigned bar, int parity, bool sleeps);
+bool mbarrier_wait(unsigned bar, int parity);
 void barrier_arrive(unsigned id, unsigned threads);
 void cluster_arrive();
 void cluster_wait();
@@ -31,7 +31,6 @@ bool elect();
 namespace ptx {
 
 inline void mbarrier_init(unsigned bar, int arrivals) { emu::mbarrier_init(bar, arrivals); }
-inline void mbarrier_inval(unsigned bar) { emu::mbarrier_inval(bar); }
 inline void fence_mbarrier_init() { emu::mbarrier_fence_init(); }
 inline void mbarrier_arrive(unsigned bar) { emu::mbarrier_arrive(bar, 0, true); }
 inline void mbarrier_arrive_cluster(unsigned cluster_bar) {
@@ -42,13 +41,10 @@ inline void mbarrier_arrive_expect_tx(unsigned bar, int bytes) {
 }
 inline void mbarrier_expect_tx(unsigned bar, int bytes) { emu::mbarrier_arrive(bar, bytes, false); }
 inline bool mbarrier_try_wait(unsigned bar, int parity) {
-  return emu::mbarrier_wait(bar, parity, true);
+  return emu::mbarrier_wait(bar, parity);
 }
 inline bool mbarrier_try_wait_cluster(unsigned bar, int parity) {
-  return emu::mbarrier_wait(bar, parity, true);
-}
-inline bool mbarrier_test_wait(unsigned bar, int parity) {
-  return emu::mbarrier_wait(bar, parity, false);
+  return emu::mbarrier_wait(bar, parity);
 }
 
 inline void bar_arrive(int barrier, int threads) { emu::barrier_arrive(barrier, threads); }
