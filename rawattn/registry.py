@@ -202,15 +202,29 @@ class DecodeSplit:
     @property
     def smem_bytes(self) -> int:
         """sizeof(DecodeSplitSmem<Config>)."""
-        ring = self.warps * self.stages
-        out = self.warps * 8 * (4 * (self.head_dim + 4) + 8)
-        staged = (
-            self.row_tiles > 1 or self.head_dim * (2 if self.cache == self.element else 1) > 256
-        )
-        q = 4 * self.rows * (self.head_dim + 8) if staged else 32
-        walks = 4 * 12 * (self.warps if staged else 1)
+        ring = self.warps * self.stages * (self.stage_bytes + 8)
+        out = self.warps * (32 * (self.head_dim + 4) + 68)  # with max, sum, and who has arrived
+        q = 4 * self.rows * (self.head_dim + 8) if self.staged else 32
+        walks = 48 * (self.warps if self.staged else 1)
         peers = 16 * (4 * self.head_dim if self.cluster > 1 else 1)
-        return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 8) // 1024) * 1024
+        return -(-(ring + out + q + walks + peers + 8) // 1024) * 1024
+
+    @property
+    def ahead(self) -> int:
+        """Stages that are being filled at a time: all but one that is read, or both of two."""
+        return self.stages - 1 if self.stages > 2 else self.stages
+
+    @property
+    def staged(self) -> bool:
+        """Whether q is in shared memory: registers would not hold it."""
+        item = 2 if self.cache == self.element else 1
+        return self.row_tiles > 2 or self.row_tiles * self.head_dim * item > 512
+
+    @property
+    def workers(self) -> int:
+        """Who may have parts of its own: warps, each alone, or the block; none in a cluster."""
+        alone = self.tma and not self.staged  # else registers would not suffice
+        return int(self.cluster == 1) * (self.warps if alone else 1)
 
     @property
     def counters(self) -> int:
