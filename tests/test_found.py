@@ -120,6 +120,12 @@ def test_two_sequences_of_one_row_that_keep_out_of_each_others_way() -> None:
         np.testing.assert_allclose(found[n : n + 1], want, atol=1e-6)
 
 
+def test_left_padding_of_no_sequence() -> None:
+    q, cache, none = normal(0, 1, 4, 16), normal(0, 8, 2, 16), np.zeros(0, I32)
+    out = rawattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=none, cache_leftpad=none)
+    assert out.shape == q.shape
+
+
 # ---- arguments without effect --------------------------------------------------------------------
 
 
