@@ -162,8 +162,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse : bool
         Whether to return `lse` too.
     workspace : array of uint8, optional
-        Memory to work in, for whoever allocates all of it: contiguous, ``plan.workspace_size``
-        bytes or more.
+        Memory to work in, for whoever allocates all of it: contiguous, from a multiple of 16,
+        ``plan.workspace_size`` bytes or more.
 
     Returns
     -------
