@@ -9,7 +9,7 @@ from rawattn.arrays import DTYPES, contiguous, dtype_name
 from rawattn.cache_request import EIGHT_BIT, cache_choice
 from rawattn.cli.flags import k_len
 from rawattn.paged_problem import PagedProblem
-from rawattn.paged_request import FIELDS, PagedArrays, PagedOptions, problem_of
+from rawattn.paged_request import FIELDS, WORDS, PagedArrays, PagedOptions, plain, problem_of
 
 
 def problem(args: Namespace) -> PagedProblem:
@@ -51,4 +51,4 @@ def problem(args: Namespace) -> PagedProblem:
         max_seqlen_k=k_len(args),
         split_tokens=args.split,
     )
-    return problem_of(FIELDS, specs, options)[0]
+    return problem_of(FIELDS, specs, plain(WORDS, options))[0]
