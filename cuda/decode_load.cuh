@@ -67,7 +67,7 @@ struct Loader {
       now.unit += turns;
       ++copied;
       // Not before the first copies, which nothing may hold up.
-      if (copied == C::stages || (now.unit >= now.last && copied < C::stages)) {
+      if (copied == C::ahead || (now.unit >= now.last && copied < C::ahead)) {
         next = read_run(p, at, turn, turns, false);
       }
     }
@@ -80,7 +80,7 @@ struct Loader {
       while (!ptx::mbarrier_try_wait(full + stage * 8, parity)) {
       }
     } else {
-      ptx::cp_async_wait_group<C::stages - 1>();
+      ptx::cp_async_wait_group<C::ahead - 1>();
       __syncwarp();  // the pieces that the other lanes copied
     }
   }

@@ -34,7 +34,33 @@ __device__ __forceinline__ void store_two(unsigned short* to, unsigned pair, int
   }
 }
 
-// Where row `row` of the block goes, and what its sums are multiplied by.
+// What is known of row `row` of the block before its sums are: where it goes, its sink, its scale.
+template <class C>
+struct RowPlace {
+  unsigned short* out;
+  float* lse;  // nullptr: not wanted
+  float sink_log2, v_scale;
+
+  __device__ __forceinline__ RowPlace(const DecodeSplitParams& p, const RowBlock<C>& rows, int row)
+      : lse(p.lse), sink_log2(kEmptyMax), v_scale(1.f) {
+    const int query = rows.query(p, row);
+    const int head = rows.q_head(p, row, query);
+    if (p.sink != nullptr) sink_log2 = to_log2(p.sink[head]);
+    if (p.v_scale != nullptr) {
+      v_scale = __ldg(p.v_scale + rows.batch * p.stride_v_scale_batch +
+                      rows.kv_head * p.stride_v_scale_head);
+    }
+    out = static_cast<unsigned short*>(p.out) +
+          sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_out_batch, p.stride_out_row) +
+          query * p.stride_out_row + head * p.stride_out_head;
+    if (lse != nullptr) {
+      lse += sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_lse_batch, 1) +
+             head * p.stride_lse_head + query;
+    }
+  }
+};
+
+// Where a row goes, and what its sums are multiplied by.
 template <class C>
 struct RowEnd {
   unsigned short* out;
@@ -42,26 +68,18 @@ struct RowEnd {
   bool empty;  // a NaN that a row met in v must not reach rows that see no key: 0 * NaN
 
   // `with_lse`: whether this thread stores lse.
+  __device__ __forceinline__ RowEnd(const DecodeSplitParams& p, const RowPlace<C>& at, float max,
+                                    float sum, bool with_lse)
+      : out(at.out), empty(sum == 0.f) {
+    float lse;
+    factor = finish_row(max, sum, at.sink_log2, lse);
+    if (factor != 0.f) factor *= at.v_scale;
+    factor *= p.out_scale;
+    if (with_lse && at.lse != nullptr) *at.lse = lse;
+  }
   __device__ __forceinline__ RowEnd(const DecodeSplitParams& p, const RowBlock<C>& rows, int row,
                                     float max, float sum, bool with_lse)
-      : empty(sum == 0.f) {
-    const int query = rows.query(p, row);
-    const int head = rows.q_head(p, row, query);
-    float lse;
-    factor = finish_row(max, sum, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, lse);
-    if (factor != 0.f && p.v_scale != nullptr) {
-      factor *= __ldg(p.v_scale + rows.batch * p.stride_v_scale_batch +
-                      rows.kv_head * p.stride_v_scale_head);
-    }
-    factor *= p.out_scale;
-    out = static_cast<unsigned short*>(p.out) +
-          sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_out_batch, p.stride_out_row) +
-          query * p.stride_out_row + head * p.stride_out_head;
-    if (with_lse && p.lse != nullptr) {
-      p.lse[sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_lse_batch, 1) +
-            head * p.stride_lse_head + query] = lse;
-    }
-  }
+      : RowEnd(p, RowPlace<C>(p, rows, row), max, sum, with_lse) {}
 
   // Two columns.
   __device__ __forceinline__ unsigned pack(const DecodeSplitParams& p, float a, float b) const {

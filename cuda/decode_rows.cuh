@@ -82,37 +82,50 @@ template <class C>
 struct Query {
   using Tile = KvTile<C>;
   static constexpr int kSteps = C::head_dim / 16;
-  static constexpr bool kRegisters = C::row_tiles == 1 && C::head_dim * Tile::kItem <= 256;
+  static constexpr bool kRegisters = !C::staged;
+  static constexpr int kTiles = kRegisters ? C::row_tiles : 1;
   static constexpr int kStride = C::head_dim + 8;  // elements of a row in shared memory
-  static_assert(kRegisters || Tile::kWide, "8-bit caches: rows of one tile");
+  static_assert(C::row_tiles == 1 || Tile::kWide, "8-bit caches: rows of one tile");
 
-  unsigned q[kRegisters ? kSteps : 1][2];
+  unsigned q[kTiles][kRegisters ? kSteps : 1][2];
   float scale[2];  // of the scores of rows 2t and 2t + 1, log2 units; several tiles: [0], of all
 
-  // B operand of K Q^T: row r of the block, two pairs of dimensions a step.
+  // B operand of K Q^T: row r of each tile, two pairs of dimensions a step. Nothing waits for what
+  // is read until a part begins.
   __device__ __forceinline__ void load(const DecodeSplitParams& p, const RowBlock<C>& rows) {
     static_assert(kRegisters, "q is in shared memory");
-    const int r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const bool there = r < rows.count;
-    const unsigned short* from = nullptr;
-    if (there) from = rows.q_row(p, r);
+    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int nt = 0; nt < kTiles; ++nt) {
+      const int row = 8 * nt + threadIdx.x % 32 / 4;
+      const bool there = row < rows.count;
+      const unsigned short* from = nullptr;
+      if (there) from = rows.q_row(p, row);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int dim = 16 * step + (Tile::kWide ? 2 * t + 8 * e : 4 * t + 2 * e);
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        const int dim = 16 * (i / 2) + (Tile::kWide ? 2 * t + 8 * (i % 2) : 4 * t + 2 * (i % 2));
+        unsigned& x = q[nt][i / 2][i % 2];
         if constexpr (C::unaligned) {
-          q[step][e] = there ? load_pair(from + dim, p.head_dim - dim) : 0;
+          x = there ? load_pair(from + dim, p.head_dim - dim) : 0;
         } else {
           const bool inside = C::tma || dim < p.head_dim;  // by TMA all of head_dim are stored
-          q[step][e] = there && inside ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+          x = there && inside ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
         }
       }
     }
+    scale[0] = 1.f;
+    if (!Tile::kWide && p.k_scale != nullptr) {
+      scale[0] = __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
+                       rows.kv_head * p.stride_k_scale_head);
+    }
+  }
+
+  // A part begins: what has been loaded is made ready.
+  __device__ __forceinline__ void begin(const DecodeSplitParams& p) {
     if constexpr (Tile::kWide) {
       scale[0] = scale[1] = p.scale_log2;
     } else {
-      halve(p, rows);
+      halve(p);
     }
   }
 
@@ -121,7 +134,8 @@ struct Query {
                                                unsigned short* to) {
     constexpr int kPieces = C::head_dim / 8;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < RowBlock<C>::kRows * kPieces; i += C::threads) {
+    for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < RowBlock<C>::kRows * kPieces;
+         i += C::threads) {
       const int row = i / kPieces, dim = i % kPieces * 8;
       uint4 x = make_uint4(0, 0, 0, 0);
       if (row < rows.count && dim < p.head_dim) {
@@ -141,24 +155,21 @@ struct Query {
  private:
   // q becomes halves of which each row's largest has the exponent 14, and scale takes in what that
   // divides by: the range of bf16 is not that of halves.
-  __device__ __forceinline__ void halve(const DecodeSplitParams& p, const RowBlock<C>& rows) {
+  __device__ __forceinline__ void halve(const DecodeSplitParams& p) {
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      largest = fmaxf(largest, fabsf(element(p, q[i / 2][i % 2] & 0xffff)));
-      largest = fmaxf(largest, fabsf(element(p, q[i / 2][i % 2] >> 16)));
+      largest = fmaxf(largest, fabsf(element(p, q[0][i / 2][i % 2] & 0xffff)));
+      largest = fmaxf(largest, fabsf(element(p, q[0][i / 2][i % 2] >> 16)));
     }
     const int exponent = static_cast<int>(__float_as_uint(quad_max(largest)) >> 23) - 127;
     const int raise = min(max(14 - exponent, -120), 120);
     const float factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
-    float inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23) * p.scale_log2;
-    if (p.k_scale != nullptr) {
-      inverse *= __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
-                       rows.kv_head * p.stride_k_scale_head);
-    }
+    const float inverse =
+        __uint_as_float(static_cast<unsigned>(127 - raise) << 23) * p.scale_log2 * scale[0];
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      unsigned& x = q[i / 2][i % 2];
+      unsigned& x = q[0][i / 2][i % 2];
       x = fp16::pack(element(p, x & 0xffff) * factor, element(p, x >> 16) * factor);
     }
     // Lane (r, t) has row r; scores are of rows 2t and 2t + 1.

@@ -8,7 +8,8 @@
 // whose; nothing is planned on the host, so a captured launch follows lengths that change.
 // In a block each warp is on its own: it has a ring of stages of shared memory, loads a unit of keys
 // and values into each (decode_load.cuh), and attends to it (decode_warp.cuh). Units of a part go to
-// the warps in turn. Warps meet only where a part ends, and their rings run ahead across parts.
+// the warps in turn. Warps meet only where a part ends, and their rings run ahead across parts. Where
+// all segments are short, each warp has parts of its own, and warps do not meet at all.
 // Merging: first the warps of a block, through shared memory; then, where a segment has several
 // parts, these, through the workspace: whichever block arrives last at the counter of the segment
 // adds them all, in order of their position, so same inputs and same grid give same bits. The
@@ -23,18 +24,18 @@
 
 template <class C>
 struct DecodeSplitSmem {
-  static constexpr bool kStagedQ = !Query<C>::kRegisters;
-  static constexpr int kQRows = kStagedQ ? RowBlock<C>::kRows : 1;
+  static constexpr int kQRows = C::staged ? RowBlock<C>::kRows : 1;
   alignas(1024) unsigned char ring[C::warps][C::stages][KvTile<C>::kStageBytes];
   // Sums of a tile of each warp. Rows are 4 floats longer: no bank twice.
   float out[C::warps][8][C::head_dim + 4];
   float2 max_sum[C::warps][8];
   alignas(16) unsigned short q[2][kQRows][kQRows > 1 ? Query<C>::kStride : 8];
-  Walk<C> parked[kStagedQ ? C::warps : 1];
+  Walk<C> parked[C::staged ? C::warps : 1];
   // Clusters: this block's share of the slices of every block.
   float4 peers[C::cluster][C::cluster > 1 ? 4 * C::head_dim / C::cluster : 1];
   unsigned long long full[C::warps][C::stages];
-  unsigned long long arrived;  // parts of a segment; clusters: barrier of this block's slices
+  unsigned long long arrived;         // clusters: barrier of this block's slices
+  unsigned arrived_before[C::warps];  // parts of a segment, [0] or one of each warp that is alone
 };
 
 // A part's share of two neighbouring columns of a row: unnormalised, with the row's max and sum.
@@ -73,11 +74,11 @@ struct Slice {
   }
 };
 
-// Row `row` of the block, columns `col` and the next: done, to out and lse.
+// Columns `col` and the next of a row: done, to out and lse.
 template <class C>
-__device__ __forceinline__ void store_slice(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                            int row, int col, const Slice& x) {
-  const RowEnd<C> end(p, rows, row, x.max, x.sum, col == 0);
+__device__ __forceinline__ void store_slice(const DecodeSplitParams& p, const RowPlace<C>& at,
+                                            int col, const Slice& x) {
+  const RowEnd<C> end(p, at, x.max, x.sum, col == 0);
   if (col < p.value_dim) {
     store_two<C>(end.out + col, end.pack(p, x.out.x, x.out.y), p.value_dim - col);
   }
@@ -91,8 +92,22 @@ template <class C>
 struct Merge {
   using Smem = DecodeSplitSmem<C>;
   static constexpr int kHalf = C::head_dim / 2;
-  static constexpr int kEach = ceil_div(8 * kHalf, C::threads);
   static constexpr int kSlot = RowBlock<C>::kRows * kHalf;  // slices of a slot of the workspace
+
+  // Who works on a part: a block, or a warp alone.
+  struct Team {
+    bool alone;
+
+    __device__ __forceinline__ int thread() const { return alone ? threadIdx.x % 32 : threadIdx.x; }
+    __device__ __forceinline__ int threads() const { return alone ? 32 : C::threads; }
+    __device__ __forceinline__ void meet() const {
+      if (alone) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+    }
+  };
 
   // A warp's tile, and the sums of its rows, to shared memory.
   static __device__ __forceinline__ void hand_over(Smem& smem, DecodeWarp<C>& warp, int tile,
@@ -116,9 +131,17 @@ struct Merge {
     }
   }
 
-  // The sum over the warps.
-  static __device__ __forceinline__ Slice over_warps(const Smem& smem, int row, int col) {
+  // The sum over the warps of a team.
+  static __device__ __forceinline__ Slice over_warps(const Smem& smem, Team team, int row,
+                                                     int col) {
     Slice x;
+    if (team.alone) {
+      const int w = threadIdx.x / 32;
+      x.out = *reinterpret_cast<const float2*>(&smem.out[w][row][col]);
+      x.max = smem.max_sum[w][row].x;
+      x.sum = smem.max_sum[w][row].y;
+      return x;
+    }
 #pragma unroll
     for (int w = 0; w < C::warps; ++w) x.max = fmaxf(x.max, smem.max_sum[w][row].x);
     const float used_max = finite_max(x.max);
@@ -152,10 +175,10 @@ struct Merge {
     return x;
   }
 
-  // Ends a part: block-wide.
+  // Ends a part: by the whole team.
   static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
-                                                const Parts& parts, int parity) {
+                                                const Parts& parts, int parity, Team team) {
     // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one part.
     const bool few = C::cluster > 1 || (p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
     const int base = C::cluster == 1 && few ? 4 * parity : 0;
@@ -164,31 +187,29 @@ struct Merge {
       const int first = 8 * tile;
       if (tile > 0 && first >= rows.count) break;
       hand_over(smem, warp, tile, rows.count - first, base);
-      __syncthreads();
+      team.meet();
       if constexpr (C::cluster > 1) ptx::barrier_cluster_wait();  // all its blocks have started
+      const int slices = min(8, rows.count - first) * kHalf;
 #pragma unroll 1  // short: where there is one part a block, this code comes cold
-      for (int j = 0; j < kEach; ++j) {
-        const int index = threadIdx.x + j * C::threads;
+      for (int index = team.thread(); index < slices; index += team.threads()) {
         const int row = first + index / kHalf, col = index % kHalf * 2;
-        if (index < 8 * kHalf && row < rows.count) {
-          const Slice x = over_warps(smem, base + index / kHalf, col);
-          if constexpr (C::cluster > 1) {
-            send(smem, index, x);
-          } else if (parts.count == 1) {
-            store_slice(p, rows, row, col, x);
-          } else {
-            const long long slot = parts.slot(parts.number);
-            p.workspace[slot * kSlot + row * kHalf + col / 2] =
-                make_float4(x.out.x, x.out.y, x.max, x.sum);
-          }
+        const Slice x = over_warps(smem, team, base + index / kHalf, col);
+        if constexpr (C::cluster > 1) {
+          send(smem, index, x);
+        } else if (parts.count == 1) {
+          store_slice(p, RowPlace<C>(p, rows, row), col, x);
+        } else {
+          const long long slot = parts.slot(parts.number);
+          p.workspace[slot * kSlot + row * kHalf + col / 2] =
+              make_float4(x.out.x, x.out.y, x.max, x.sum);
         }
       }
-      if (!few) __syncthreads();  // the next tile, or part, goes to the same place
+      if (!few || team.alone) team.meet();  // the next tile, or part, goes to the same place
     }
     if constexpr (C::cluster > 1) {
       receive(p, smem, rows);
     } else if (parts.count > 1) {
-      finish_segment(p, smem, rows, parts);
+      finish_segment(p, smem, rows, parts, team);
     }
   }
 
@@ -208,34 +229,36 @@ struct Merge {
       const int mine = ceil_div(rows.count * kHalf - rank, C::cluster);
       ptx::mbarrier_arrive_expect_tx(bar, C::cluster * mine * sizeof(float4));
     }
+    static_assert(8 * kHalf <= C::cluster * C::threads, "a thread adds up to one slice");
+    const int index = threadIdx.x * C::cluster + rank;
+    if (index >= rows.count * kHalf) return;
+    const RowPlace<C> at(p, rows, index / kHalf);  // while slices are on their way
     while (!ptx::mbarrier_try_wait_cluster(bar, 0)) {
     }
-#pragma unroll 1
-    for (int i = threadIdx.x; i * C::cluster + rank < rows.count * kHalf; i += C::threads) {
-      const int index = i * C::cluster + rank;
-      Slice x;
-      float4 y[C::cluster];
+    Slice x;
+    float4 y[C::cluster];
 #pragma unroll
-      for (int from = 0; from < C::cluster; ++from) y[from] = smem.peers[from][i];
-      x.add(y, C::cluster);
-      store_slice(p, rows, index / kHalf, index % kHalf * 2, x);
-    }
+    for (int from = 0; from < C::cluster; ++from) y[from] = smem.peers[from][threadIdx.x];
+    x.add(y, C::cluster);
+    store_slice(p, at, index % kHalf * 2, x);
   }
 
-  // The last block to arrive adds the parts.
+  // The last team to arrive adds the parts.
   static __device__ __forceinline__ void finish_segment(const DecodeSplitParams& p, Smem& smem,
-                                                        const RowBlock<C>& rows,
-                                                        const Parts& parts) {
-    __syncthreads();  // the block's slices are written
-    if (threadIdx.x == 0) {
+                                                        const RowBlock<C>& rows, const Parts& parts,
+                                                        Team team) {
+    unsigned& arrived = smem.arrived_before[threadIdx.x / 32 * team.alone];
+    team.meet();  // its slices are written
+    if (team.thread() == 0) {
       auto* counter = reinterpret_cast<unsigned*>(p.tile_counter) + parts.first_slot;
-      smem.arrived = ptx::atom_inc_acq_rel(counter, parts.count - 1);
+      arrived = ptx::atom_inc_acq_rel(counter, parts.count - 1);
     }
-    __syncthreads();
-    if (smem.arrived != parts.count - 1) return;
+    team.meet();
+    if (arrived != parts.count - 1) return;
 #pragma unroll 1
-    for (int index = threadIdx.x; index < rows.count * kHalf; index += C::threads) {
-      store_slice(p, rows, index / kHalf, index % kHalf * 2, over_parts(p, parts, index));
+    for (int index = team.thread(); index < rows.count * kHalf; index += team.threads()) {
+      store_slice(p, RowPlace<C>(p, rows, index / kHalf), index % kHalf * 2,
+                  over_parts(p, parts, index));
     }
   }
 };
@@ -244,10 +267,8 @@ struct Merge {
 
 template <class C>
 __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
-  using Smem = DecodeSplitSmem<C>;
-  using Warp = DecodeWarp<C>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  auto& smem = *reinterpret_cast<DecodeSplitSmem<C>*>(smem_bytes);
   // Uniform in the warp, which the compiler cannot know of threadIdx.
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 
@@ -270,47 +291,55 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   }
   if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
 
-  // 2. This block's parts, and this warp's loads of them.
-  constexpr int kTurns = C::warps * C::cluster;
+  // 2. Who works together, where they begin, and this warp's loads.
   const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
-  const BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
-  int turn = warp_idx;
+  BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
+  int turn = warp_idx, turns = C::warps * C::cluster;
   Walk<C> walk;
   Loader<C> loader;
   bool more;
   if constexpr (C::cluster > 1) {
     turn += C::warps * ptx::cluster_ctarank();
-    loader.read_ahead(p, at.row, turn, kTurns);
+    loader.read_ahead(p, at.row, turn, turns);
     more = walk.begin_segment(p, at.row, 0);
   } else {
-    more = walk.begin(p, at);
+    const Sizes<C> sizes(p);
+    if (C::workers > 1 && sizes.short_ones(p)) {
+      at.split(warp_idx, C::warps);
+      turn = 0, turns = 1;
+    }
+    more = walk.begin(p, at, sizes);
   }
-  loader.begin(p, at, walk, more, turn, kTurns, ring, ptx::shared_address(smem.full[warp_idx]));
+  loader.begin(p, at, walk, more, turn, turns, ring, ptx::shared_address(smem.full[warp_idx]));
 
   // 3. The first copies, then all that can be done while they are on their way.
 #pragma unroll 1
-  for (int i = 0; i < C::stages; ++i) loader.issue(p, at, i, turn, kTurns);
-  Warp warp;
+  for (int i = 0; i < C::ahead; ++i) loader.issue(p, at, i, turn, turns);
+  DecodeWarp<C> warp;
   int stage = 0, parity = 0, buffer = 0;
   RowBlock<C> rows(p, at, walk);
   auto load_q = [&](const RowBlock<C>& of) {
-    if constexpr (Query<C>::kRegisters) {
-      warp.query.load(p, of);
-    } else {
+    if constexpr (C::staged) {
       Query<C>::stage(p, of, &smem.q[buffer][0][0]);
+    } else {
+      warp.query.load(p, of);
     }
   };
   if (more) load_q(rows);
-  if constexpr (!Query<C>::kRegisters) __syncthreads();
+  if constexpr (C::staged) __syncthreads();
   write_empty<C>(p);
 
   // 4. Part by part.
   while (more) {
     warp.begin(p, rows);
     const int first = walk.first, last = walk.last;
-    if constexpr (Smem::kStagedQ) smem.parked[threadIdx.x / 32] = walk;
-    for (int unit = first + turn; unit < last; unit += kTurns) {
+    if constexpr (C::staged) smem.parked[threadIdx.x / 32] = walk;
+    for (int unit = first + turn; unit < last; unit += turns) {
       loader.wait(stage, parity);
+      // One stage is read while all others are filled, or both are until they have been read.
+      if constexpr (C::ahead < C::stages) {
+        loader.issue(p, at, stage == 0 ? C::ahead : stage - 1, turn, turns);
+      }
       const int first_key = unit * C::unit;
       if constexpr (C::tma) {
         if (first_key + C::unit > rows.k_len) {
@@ -322,13 +351,13 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
                   ptx::shared_address(&smem.q[buffer][0][0]), first_key);
       __syncwarp();  // the stage has been read
-      loader.issue(p, at, stage, turn, kTurns);
+      if constexpr (C::ahead == C::stages) loader.issue(p, at, stage, turn, turns);
       if (++stage == C::stages) {
         stage = 0;
         parity ^= 1;
       }
     }
-    if constexpr (Smem::kStagedQ) {
+    if constexpr (C::staged) {
       __syncwarp();
       walk = smem.parked[threadIdx.x / 32];
       __syncwarp();
@@ -341,7 +370,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       rows = RowBlock<C>(p, at, walk);
       load_q(rows);  // in flight during the merge
     }
-    Merge<C>::finish(p, smem, warp, done, parts, buffer);
+    Merge<C>::finish(p, smem, warp, done, parts, buffer, {at.alone});
   }
   if constexpr (C::cluster > 1) {
     if (walk.units == 0) ptx::barrier_cluster_wait();

@@ -47,7 +47,7 @@ struct DecodeWarp {
       row_sum[nt][0] = row_sum[nt][1] = 0.f;
     }
     active = ceil_div(rows.count, 8);
-    if constexpr (!Query<C>::kRegisters) query.scale[0] = query.scale[1] = p.scale_log2;
+    query.begin(p);
     rows.interval(p, seen_from, seen_to);
   }
 
@@ -94,18 +94,22 @@ struct DecodeWarp {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if constexpr (Query<C>::kRegisters) {
-        float acc[2][4] = {};  // two chains: half the latency
+        float acc[kActive][2][4] = {};  // two chains: half the latency
 #pragma unroll
         for (int step = 0; step < kSteps; step += kTogether) {
           unsigned a[kTogether][4];
           Tile::load_keys(a, Tile::key_address(keys, n, step / kTogether));
 #pragma unroll
-          for (int i = 0; i < kTogether; ++i) {
-            Element::mma(acc[(step + i) % 2], a[i], query.q[step + i][0], query.q[step + i][1]);
+          for (int i = 0; i < kTogether * kActive; ++i) {
+            const int nt = i / kTogether, at = step + i % kTogether;
+            const unsigned (&q)[2] = query.q[nt][at];
+            Element::mma(acc[nt][at % 2], a[i % kTogether], q[0], q[1]);
           }
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][n][e] = acc[0][e] + acc[1][e];
+        for (int i = 0; i < 4 * kActive; ++i) {
+          s[i / 4][n][i % 4] = acc[i / 4][0][i % 4] + acc[i / 4][1][i % 4];
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < 4 * kActive; ++i) s[i / 4][n][i % 4] = 0.f;

@@ -13,7 +13,9 @@
 //   softmax of n runs beside the latter, on the other units; then p(n) is packed to be its A
 //   operand. Query tiles are joined: beside the last p v of one runs the first q k^T of the next.
 // `pingpong`: consumers take turns at issuing products, so that one's softmax meets another's.
-// `overlap`: the wait for the next key tile, a branch, keeps exponentials beside p v.
+// `overlap`: of a thread's two rows, the exponentials of the first run beside p v, those of the
+//   second beside the rescaling of out. The wait for the next key tile, a branch, keeps them there:
+//   in one basic block ptxas hoists the wait for p v above them all.
 // q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
 //   1, where there is no room: straight from registers.
 // `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
@@ -54,8 +56,8 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
   TileWalk<C::block_m, C::block_n> walk(p);
   Ring<kTileSlots> ring;
   const bool speaker = threadIdx.x % 32 == 0;
-  FwdSm90Tile t = walk.tile();
   while (true) {
+    const FwdSm90Tile t = walk.tile();
     if (speaker) {
       smem.tile[ring.slot] = t;
       arrive(smem.tile_ring.full[ring.slot]);
@@ -65,7 +67,6 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
     if (speaker) wait(smem.tile_ring.empty[ring.slot], ring.parity ^ 1);
     __syncwarp();
     walk.draw();
-    t = walk.tile();
   }
   walk.end();
 }
@@ -185,10 +186,11 @@ struct FwdSm90Consumer {
   Ring<C::stages> k, v;
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;  // the next to be taken
-  // The tile at work, without the `unseen` last key tiles that the warpgroup passes over. Key tiles
-  // in [full_first, full_last) are visible to all rows of the warpgroup.
-  FwdSm90Tile t;
-  int full_first, full_last;
+  // The tile at work, at first none, without the `unseen` last key tiles that the warpgroup passes
+  // over. Key tiles in [full_first, full_last) are visible to all rows of the warpgroup.
+  FwdSm90Tile t = {};
+  int full_first = 0;
+  int full_last = 0;
   int unseen = 0;
   float slope_log2;
 
@@ -197,30 +199,20 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void run() {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
-    FwdSm90Tile next = take();
-    if (next.first < next.last) {
-      pass_keys(next);
-      start(next);
-      open();
-    }
-    while (next.first < next.last) {
+    FwdSm90Tile next;
+    do {
       next = take();
       pass_values();
-      if (C::overlap != kNoOverlap && t.last - t.first > 1)
-        wait(smem.k_ring.full[k.slot], k.parity);
+      if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
       steps();
-      if (next.first < next.last) {
-        join(next);
-      } else {
-        last();
-      }
-    }
+      join(next);
+    } while (next.first < next.last);
     if (C::pingpong && index == 0) take_turn();  // the one that is left over
   }
 
   // The next query tile. What the walk over key tiles depends on is made uniform for ptxas (REDUX
   // writes a uniform register), or else it guards every product against divergence; so it does where
-  // one lane alone reads or arrives: 3 to 9 % (H200, 2026-11-30), 370 R2UR instead of 70.
+  // one lane alone reads or arrives: 1 to 10 % (H200, 2026-11-30), 370 R2UR instead of 70.
   __device__ __forceinline__ FwdSm90Tile take() {
     wait(smem.tile_ring.full[tiles.slot], tiles.parity);
     FwdSm90Tile found = smem.tile[tiles.slot];
@@ -323,26 +315,7 @@ struct FwdSm90Consumer {
   __device__ __forceinline__ void score(typename Warpgroup::Scores& s, int n, bool masked) {
     group.score(s, t, row(), n * C::block_n, masked, slope_log2);
   }
-  __device__ __forceinline__ void score_first(typename Warpgroup::Scores& s) {
-    score(s, t.last - 1, t.last - 1 < full_first || t.last - 1 >= full_last);
-    group.score_rest(s);
-  }
-
-  // The first key tile of a query tile that none precedes.
-  __device__ __forceinline__ void open() {
-    typename Warpgroup::Scores s;
-    const int n = t.last - 1;
-    take_query();
-    wait(smem.k_ring.full[k.slot], k.parity);
-    start_scores(s);
-    group.template finish_scores<0>(s);
-    release_k();
-    release_q(n);
-    score_first(s);
-    group.pack(s);
-  }
-
-  // The other key tiles: masked ones at the end of the keys, those that all rows see, masked ones
+  // The key tiles but the last: masked ones at the end of the keys, those that all rows see, masked ones
   // at the start. A mask that most steps jump over costs them 6 to 13 % (H200, 2026-11-30, head_dim
   // 128): ptxas does not schedule across it.
   __device__ __forceinline__ void steps() {
@@ -358,7 +331,7 @@ struct FwdSm90Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void step(int n) {
     typename Warpgroup::Scores s;
-    if (C::overlap == kNoOverlap) wait(smem.k_ring.full[k.slot], k.parity);
+    if (!C::overlap) wait(smem.k_ring.full[k.slot], k.parity);
     take_turn();
     start_scores(s);
     start_out();
@@ -367,7 +340,7 @@ struct FwdSm90Consumer {
     release_k();
     release_q(n);
     score(s, n, kMasked);
-    if (C::overlap != kNoOverlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
+    if (C::overlap && n > t.first) wait(smem.k_ring.full[k.slot], k.parity);
     group.template finish_out<0>();
     release_v();
     group.score_rest(s);
@@ -375,36 +348,40 @@ struct FwdSm90Consumer {
     group.pack(s);
   }
 
-  // Where two query tiles meet: the last values of t, then the first key tile of `next`; out leaves
-  // beside the latter, and a single q has the time of the former to arrive.
+  // Where query tiles meet: the last values of t, then the last key tile of `next`; out leaves
+  // beside the latter, and a single q has the time of the former to arrive. Either may be none: all
+  // of a block's tiles begin and end in this one piece of code, because a launch has to fetch all
+  // the instructions that it runs (H200, 2026-11-30: 2 to 5 % at 512).
   __device__ __forceinline__ void join(const FwdSm90Tile& next) {
     typename Warpgroup::Scores s;
+    const bool ends = t.first < t.last;
+    const bool begins = next.first < next.last;
     const int old_slot = q.slot;
     take_turn();
-    start_out();
-    q.advance();
-    pass_keys(next);
-    take_query();
-    wait(smem.k_ring.full[k.slot], k.parity);
-    start_scores(s);
+    if (ends) {
+      start_out();
+      q.advance();
+    }
+    if (begins) {
+      pass_keys(next);
+      take_query();
+      wait(smem.k_ring.full[k.slot], k.parity);
+    }
+    start_scores(s);  // of anything, where none begins: finish_out() counts on them
     pass_turn();
     group.template finish_out<1>();
-    release_v();
-    close(old_slot);
+    if (ends) {
+      release_v();
+      close(old_slot);
+    }
     start(next);
     group.template finish_scores<0>(s);
+    if (!begins) return;
     release_k();
     release_q(t.last - 1);
-    score_first(s);
+    score(s, t.last - 1, t.last - 1 < full_first || t.last - 1 >= full_last);
+    group.score_rest(s);
     group.pack(s);
-  }
-
-  // The last values of the last query tile.
-  __device__ __forceinline__ void last() {
-    start_out();
-    group.template finish_out<0>();
-    release_v();
-    close(q.slot);
   }
 
   // `out` of t, complete in registers, leaves.

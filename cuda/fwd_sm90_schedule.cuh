@@ -10,18 +10,37 @@ __device__ __forceinline__ bool ragged_keys(const FwdParams& p) {
   return p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
 }
 
+// A sequence, and the rows of q and out, and of k, at which it starts: 0 unless packed.
+struct StoredSequence : Sequence {
+  int q_first;
+  int k_first;
+};
+
+// sequence(), but that all is read before any of it is waited for.
+__device__ __forceinline__ StoredSequence stored_sequence(const FwdParams& p, int batch) {
+  int q_first = 0, q_end = p.q_len, k_first = 0, k_end = p.k_len, k_used = 0x7fffffff;
+  if (p.cu_seqlens_q != nullptr) {
+    q_first = p.cu_seqlens_q[batch];
+    q_end = p.cu_seqlens_q[batch + 1];
+  }
+  if (p.cu_seqlens_k != nullptr) {
+    k_first = p.cu_seqlens_k[batch];
+    k_end = p.cu_seqlens_k[batch + 1];
+  }
+  if (p.seqused_k != nullptr) k_used = p.seqused_k[batch];
+  return {{q_end - q_first, max(0, min(k_end - k_first, k_used))}, q_first, k_first};
+}
+
 // The key tiles of a query tile. One that sees no key gets one key tile all the same, fully masked:
 // a special case would cost the others more (H200, 2026-11-30: a loop that skips tiles made ptxas
 // lose the uniformity of everything behind it, 10 %).
 __device__ __forceinline__ FwdSm90Tile fwd_sm90_tile(const FwdParams& p, const QueryTile& at,
-                                                     int rows, int block_n) {
-  const Sequence seq = sequence(p, at.batch);
+                                                     const StoredSequence& seq, int rows,
+                                                     int block_n) {
   const int row = at.m_block * rows;
   const TileRange tiles(KeyInterval(p, seq), row, min(row + rows, seq.q_len) - 1, block_n);
   const bool none = tiles.first >= tiles.last;
-  const int q_first = p.cu_seqlens_q != nullptr ? p.cu_seqlens_q[at.batch] : 0;
-  const int k_first = p.cu_seqlens_k != nullptr ? p.cu_seqlens_k[at.batch] : 0;
-  int v_first = k_first;
+  int v_first = seq.k_first;
   if (p.cu_seqlens_k == nullptr && p.seqused_k != nullptr) {
     const int rows_apart = p.stride_v_row == 0 ? 1 : p.stride_v_batch / p.stride_v_row;
     v_first = at.batch * rows_apart;
@@ -34,8 +53,8 @@ __device__ __forceinline__ FwdSm90Tile fwd_sm90_tile(const FwdParams& p, const Q
           at.q_head,
           static_cast<int>(static_cast<unsigned>(at.q_head) / static_cast<unsigned>(p.group)),
           at.batch,
-          q_first,
-          k_first,
+          seq.q_first,
+          seq.k_first,
           v_first};
 }
 
@@ -47,15 +66,14 @@ template <int kRows, int kBlockN>
 class TileWalk {
  public:
   __device__ __forceinline__ explicit TileWalk(const FwdSm90Params& params)
-      : p(params), index_(blockIdx.x) {
-    count();
-  }
+      : p(params), index_(blockIdx.x) {}
 
   // The tile drawn last; first == last: there are no more.
   __device__ __forceinline__ FwdSm90Tile tile() {
     const int index = __shfl_sync(0xffffffffu, index_, 0);
     if (!find_sequences(index)) return {};
-    return fwd_sm90_tile(p, find_tile(index - first_index_), kRows, kBlockN);
+    const QueryTile at = find_tile(index - first_index_);
+    return fwd_sm90_tile(p, at, sequence_of(at.batch - first_batch_), kRows, kBlockN);
   }
 
   // Draws the next one. Only lane 0 holds the number, so that nobody waits for it here.
@@ -86,10 +104,11 @@ class TileWalk {
 
   // Each lane looks at one sequence from first_batch_ on.
   __device__ __forceinline__ void count() {
-    const int lane = threadIdx.x % 32;
-    const int batch = first_batch_ + lane;
-    const bool mine = lane < sequences() && batch < p.batch;
-    blocks_ = mine ? ceil_div(sequence(p, batch).q_len, kRows) : 0;
+    const int batch = first_batch_ + threadIdx.x % 32;
+    end_batch_ = first_batch_ + sequences();
+    const bool mine = batch < min(end_batch_, p.batch);
+    if (mine) sequence_ = stored_sequence(p, batch);
+    blocks_ = mine ? ceil_div(sequence_.q_len, kRows) : 0;
     all_blocks_ = __reduce_add_sync(0xffffffffu, blocks_);
   }
 
@@ -97,7 +116,7 @@ class TileWalk {
   __device__ __forceinline__ bool find_sequences(int index) {
     while (index - first_index_ >= static_cast<int>(all_blocks_ * p.q_heads)) {
       first_index_ += all_blocks_ * p.q_heads;
-      first_batch_ += sequences();
+      first_batch_ = end_batch_;
       if (first_batch_ >= p.batch) return false;
       count();
     }
@@ -128,6 +147,14 @@ class TileWalk {
     }
   }
 
+  // What a lane has read of its sequence: memory would answer later.
+  __device__ __forceinline__ StoredSequence sequence_of(int lane) const {
+    const auto from = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+    return {{from(sequence_.q_len), from(sequence_.k_len)},
+            from(sequence_.q_first),
+            from(sequence_.k_first)};
+  }
+
   // The lane whose bit is the n-th that is set, from 0.
   static __device__ __forceinline__ int nth_lane(unsigned bits, unsigned n) {
     const unsigned lane = threadIdx.x % 32;
@@ -137,8 +164,10 @@ class TileWalk {
 
   const FwdSm90Params& p;
   int index_;
-  int first_batch_ = 0;
-  int first_index_ = 0;  // tiles of the sequences before first_batch_
-  unsigned blocks_;      // of query rows, of the lane's sequence
-  unsigned all_blocks_;  // of all lanes
+  int first_batch_ = 0;  // sequences [first_batch_, end_batch_) are in sight, at first none
+  int end_batch_ = 0;
+  int first_index_ = 0;           // tiles of the sequences before first_batch_
+  StoredSequence sequence_ = {};  // the lane's
+  unsigned blocks_ = 0;           // of its query rows
+  unsigned all_blocks_ = 0;       // of all lanes
 };

@@ -47,7 +47,7 @@ struct FwdSm90Self {
     group.clear();
     typename Warpgroup::Scores s;
     open(s);
-    if (C::overlap != kNoOverlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
+    if (C::overlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
     int n = t.last - 2;
     if constexpr (!C::scores) {
       for (; n >= max(visible.full_last, t.first); --n) step<true>(s, n);
@@ -126,7 +126,7 @@ struct FwdSm90Self {
   // The products of key tile n beside those of the values of n + 1.
   template <bool kMasked>
   __device__ __forceinline__ void step(typename Warpgroup::Scores& s, int n) {
-    if (C::overlap == kNoOverlap) wait(smem.k_full[k.slot], k.parity);
+    if (!C::overlap) wait(smem.k_full[k.slot], k.parity);
     start_scores(s);
     start_out();
     group.template finish_scores<1>(s);
@@ -135,7 +135,7 @@ struct FwdSm90Self {
     k.advance();
     v.advance();
     score(s, n, kMasked);
-    if (C::overlap != kNoOverlap && n > t.first) wait(smem.k_full[k.slot], k.parity);
+    if (C::overlap && n > t.first) wait(smem.k_full[k.slot], k.parity);
     group.template finish_out<0>();
     __syncthreads();  // every warp is done with both slots
     if (threadIdx.x == 0) {
@@ -168,7 +168,7 @@ template <class C>
 __device__ __forceinline__ void fwd_sm90_self(const FwdSm90Params& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const QueryTile at = longest_first(blockIdx.x, p);
-  const FwdSm90Tile t = fwd_sm90_tile(p, at, 64, C::block_n);
+  const FwdSm90Tile t = fwd_sm90_tile(p, at, stored_sequence(p, at.batch), 64, C::block_n);
   if (t.row >= t.q_len) return;
   FwdSm90Self<C>(p, *reinterpret_cast<FwdSm90SelfSmem<C>*>(smem_bytes), t).run();
 }

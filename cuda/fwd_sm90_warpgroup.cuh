@@ -38,14 +38,6 @@ struct WgmmaElement<fp16> {
   static constexpr ptx::WgmmaType kType = ptx::WgmmaType::f16;
 };
 
-// Config::overlap: which exponentials of a key tile stand before the wait for P V of the last one.
-// In one basic block ptxas hoists that wait above all of them, which then overlap nothing.
-enum Overlap {
-  kNoOverlap = 0,
-  kAllRows = 1,
-  kFirstRow = 2  // of a thread's two; those of the second run beside the rescaling of out
-};
-
 // Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
 // laid out as mma.m16n8k16 has them.
 template <int kTiles>
@@ -139,7 +131,7 @@ struct FwdSm90Warpgroup {
   }
 
   // Products of rows from `row` on with the keys from `first_key` on become probabilities, and
-  // enter max and sum; `out` waits for rescale(). With kFirstRow, of a thread's two rows only the
+  // enter max and sum; `out` waits for rescale(). With `overlap`, of a thread's two rows only the
   // first: score_rest() does the second.
   __device__ __forceinline__ void score(Scores& s, const FwdSm90Tile& t, int row, int first_key,
                                         bool masked, float slope_log2) {
@@ -150,7 +142,7 @@ struct FwdSm90Warpgroup {
       mask_scores<false>(s, KeyInterval(p, {t.q_len, t.k_len}), row + warp_row(), first_key,
                          lane());
     }
-    if constexpr (C::overlap == kFirstRow) {
+    if constexpr (C::overlap) {
       softmax.raise_maxima(alpha, s, scale_log2());
       softmax.accumulate(alpha, s, 0, 0, scale_log2());
     } else {
@@ -158,11 +150,18 @@ struct FwdSm90Warpgroup {
     }
   }
   __device__ __forceinline__ void score_rest(Scores& s) {
-    if constexpr (C::overlap == kFirstRow) softmax.accumulate(alpha, s, 0, 1, scale_log2());
+    if constexpr (C::overlap) softmax.accumulate(alpha, s, 0, 1, scale_log2());
   }
   __device__ __forceinline__ float scale_log2() const { return C::scores ? 1.f : p.scale_log2; }
 
-  __device__ __forceinline__ void rescale() { softmax.rescale(out, alpha); }
+  // In place of softmax.rescale: the longer a row, the more seldom its maximum rises, and alpha is 1
+  // otherwise.
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int i = 0; i < C::value_dim / 2; ++i) {
+      flat(out)[i] = ptx::mul_unless_one(flat(out)[i], alpha[0][i / 2 % 2]);
+    }
+  }
 
   // The A operand of 16 keys: probabilities, in accumulator layout, are only renamed.
   __device__ __forceinline__ void pack(const Scores& s) {

@@ -86,10 +86,24 @@ struct Union {
     each([&](float x) { return __fmul_rn(x, alpha); });
   }
 
+  // e^(lse - top) of states whose largest lse is `top`; of a pair one is e^0 = 1.
+  template <int kStates>
+  __device__ __forceinline__ void weigh(const float (&lses)[kStates],
+                                        float (&weights)[kStates]) const {
+    if constexpr (kStates == 2) {
+      const bool first = lses[0] == top;
+      const float other = exact_exp(__fsub_rn(first ? lses[1] : lses[0], top));
+      weights[0] = first ? 1.f : other;
+      weights[1] = first ? other : 1.f;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) weights[k] = exact_exp(__fsub_rn(lses[k], top));
+    }
+  }
+
+  // A state that has keys.
   template <class Element>
-  __device__ __forceinline__ void add(const Piece<Element, kCount> (&out)[kParts], float lse) {
-    if (lse == kEmptyMax) return;
-    const float weight = exact_exp(__fsub_rn(lse, top));
+  __device__ __forceinline__ void add(const Piece<Element, kCount> (&out)[kParts], float weight) {
     total = __fadd_rn(total, weight);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -141,8 +155,12 @@ __device__ __forceinline__ void merge_pieces(const StatesOfRow<C>& row, int firs
     } else {
       all.raise_top(top);
     }
+    float weights[kAhead];
+    all.weigh(lses, weights);
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) all.add(outs[k], lses[k]);
+    for (int k = 0; k < kAhead; ++k) {
+      if (lses[k] != kEmptyMax) all.add(outs[k], weights[k]);
+    }
   }
   all.finish();
   if constexpr (sizeof(Out) == 1) {

@@ -26,6 +26,14 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// mul, predicated: x where `by` is 1. What is skipped takes its issue slot, but no power.
+__device__ __forceinline__ float mul_unless_one(float x, float by) {
+  asm("{\n.reg .pred p;\nsetp.neu.f32 p, %1, 0f3f800000;\n@p mul.f32 %0, %0, %1;\n}"
+      : "+f"(x)
+      : "f"(by));
+  return x;
+}
+
 // Matrix descriptor (PTX ISA: "Matrix Descriptor Format"): address, leading and stride byte offset, swizzle. A step along
 // the tile is added as (bytes >> 4). K-major: rows of `kSwizzle` bytes, `stride` from 8 rows to the next 8, `leading`
 // unused (without swizzle: from 16 bytes of K to the next). MN-major: 8 rows of K of `kSwizzle` bytes each, `stride` to

@@ -13,6 +13,9 @@
 // Balanced: a segment takes kOverhead positions of the axis, what starting and merging it costs,
 // and one for each unit. Fixed split: each position is a part of `span` units, whatever else is in
 // the batch; a block may own many.
+//
+// Who owns a range is a *worker*: a block, whose warps share each part, or, where all segments are
+// short, each warp of it alone: then nobody waits for other warps where a segment ends.
 #pragma once
 
 #include "pages.cuh"
@@ -21,6 +24,13 @@
 // 8: skewed batches took 8 % longer, 4: 30 % (H200, 2026-11-30)
 template <class C>
 constexpr int kOverhead = C::unit < 64 ? 12 : 2;
+constexpr int kOverheadAlone = 2;
+// Warps work alone where no segment is longer than their range, nor than this many units. Then meeting
+// takes longer than the parts: 1000 x 64 keys 92 us, and 190 by blocks. Where there are more units,
+// warps that end at different times cost as much as meeting, and 16 rows are more to merge (H200,
+// 2026-11-30).
+template <class C>
+constexpr int kShort = C::row_tiles == 1 ? 16 : 64;
 // Positions of a block: fewer cost more to merge than they save. In decode_sm90 a part of 64 rows is
 // as much to write and read again as a unit, and who comes last reads all of a segment one after the
 // other: quota + longest / quota is to be least. 16 queries over 1 x 32 k of one KV head took 42 us,
@@ -52,20 +62,27 @@ struct Units {
     return divide(count + p.span - 1, p.span_magic, p.span_shift);
   }
 
-  // Positions of a segment.
-  __device__ __forceinline__ int size(const DecodeSplitParams& p) const {
+  // Positions of a segment, of which each that has units takes `overhead`.
+  __device__ __forceinline__ int size(const DecodeSplitParams& p, int overhead) const {
     if (p.span > 0) return parts(p, count);
-    return count > 0 ? count + kOverhead<C> : 0;
+    return count > 0 ? count + overhead : 0;
   }
 };
 
-// Where this block is in the grid.
+// Where this block, or warp that works alone, is in the grid.
 struct BlockPlace {
   int column, row;
+  bool alone = false;
 
   __device__ __forceinline__ explicit BlockPlace(const DecodeSplitParams& p, int block = blockIdx.x)
       : row(divide(block, p.columns_magic, p.columns_shift)) {
     column = block - row * p.columns;
+  }
+
+  // Makes it the place of one of the block's warps, each of which is a row then.
+  __device__ __forceinline__ void split(int warp, int warps) {
+    row = row * warps + warp;
+    alone = true;
   }
 
   // Of a line of this column.
@@ -79,23 +96,77 @@ struct BlockPlace {
   }
 };
 
-// One after the other, the parts of a block.
+// What the lanes of a warp find of all sequences: `chunk` of them each, one after the other.
+template <class C>
+struct Sizes {
+  static constexpr int kAtOnce = 4;
+  int chunk;
+  int units, segments;  // of a line, of this lane's sequences
+  int longest;          // segment of all, in units
+
+  // Warp-wide.
+  __device__ __forceinline__ explicit Sizes(const DecodeSplitParams& p)
+      : chunk(ceil_div(p.batch, 32)), units(0), segments(0), longest(0) {
+    const int first = threadIdx.x % 32 * chunk, stop = min(p.batch, first + chunk);
+    if (p.block_table != nullptr && p.cu_seqlens_q == nullptr) {
+      for (int b = first; b < stop; b += kAtOnce) {
+        int keys[kAtOnce];  // loads in flight together
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          keys[i] = b + i < stop ? PagedSequence::dense_keys(p, b + i) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) add(p, Units<C>(p, p.q_len, keys[i]).count);
+      }
+    } else {
+#pragma unroll 1
+      for (int b = first; b < stop; ++b) {
+        const PagedSequence s(p, b);
+        add(p, Units<C>(p, s.q_len, s.k_len).count);
+      }
+    }
+    longest = __reduce_max_sync(0xffffffffu, longest);
+  }
+
+  // Positions that this lane's sequences take of a line; a fixed split counts parts as units.
+  __device__ __forceinline__ int positions(const DecodeSplitParams& p, int overhead) const {
+    return p.span > 0 ? units : units + segments * overhead;
+  }
+
+  // Whether all segments are short beside the range of a warp.
+  __device__ __forceinline__ bool short_ones(const DecodeSplitParams& p) const {
+    const int all = __reduce_add_sync(0xffffffffu, positions(p, kOverheadAlone)) * p.lines;
+    const int of_block = divide(all + p.rows - 1, p.rows_magic, p.rows_shift);
+    return p.span == 0 && longest <= kShort<C> && longest * C::warps <= of_block;
+  }
+
+ private:
+  __device__ __forceinline__ void add(const DecodeSplitParams& p, int count) {
+    units += p.span > 0 ? Units<C>::parts(p, count) : count;
+    segments += count > 0;
+    longest = max(longest, count);
+  }
+};
+
+// One after the other, the parts of a worker.
 template <class C>
 struct Walk {
-  static constexpr int kAtOnce = 4;
-  int quota;  // positions of a block
-  int end;    // of the block's range
+  int quota;  // positions of a worker
+  int end;    // of the worker's range
   int batch, line, q_len, k_len;
   int first_unit, units;  // of the segment
   int start;              // position of its first unit (fixed split: part)
   int number;             // fixed split: which part of it this is
   int first, last;        // units of the part: [first, last)
 
-  // Goes to the first part of the block; false where it has none. Warp-wide.
+  // Goes to the worker's first part; false where it has none. Warp-wide.
   __device__ __forceinline__ bool begin(const DecodeSplitParams& p, const BlockPlace& at) {
+    return begin(p, at, Sizes<C>(p));
+  }
+  __device__ __forceinline__ bool begin(const DecodeSplitParams& p, const BlockPlace& at,
+                                        const Sizes<C>& sizes) {
     const int lane = threadIdx.x % 32;
-    const int chunk = ceil_div(p.batch, 32);  // sequences that a lane sums
-    int mine = sum_sizes(p, lane * chunk, min(p.batch, (lane + 1) * chunk));
+    const int mine = sizes.positions(p, overhead(at));
     int inclusive = mine;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -104,6 +175,7 @@ struct Walk {
     }
     const int all_of_line = __shfl_sync(0xffffffffu, inclusive, 31), total = all_of_line * p.lines;
     quota = divide(total + p.rows - 1, p.rows_magic, p.rows_shift);
+    if (at.alone) quota = ceil_div(quota, C::warps);
     if (p.span == 0) quota = max(quota, least_quota<C>(p, all_of_line));
     const int position = at.row * quota;
     end = min(position + quota, total);
@@ -112,14 +184,14 @@ struct Walk {
     const unsigned beyond = __ballot_sync(0xffffffffu, inclusive > on_line);
     const int owner = beyond != 0 ? __ffs(beyond) - 1 : 31;
     const int base = __shfl_sync(0xffffffffu, inclusive - mine, owner);  // positions of a line
-    return position < end && seek(p, at, position, on_line, base, owner * chunk);
+    return position < end && seek(p, at, position, on_line, base, owner * sizes.chunk);
   }
 
   // A cluster of blocks a segment, instead: goes to the only part, which all its blocks share.
   __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, int batch_, int line_) {
     batch = batch_;
     line = line_;
-    measure(p);
+    measure(p, 0);
     quota = end = units;
     start = number = 0;
     return clip(p, 0);
@@ -139,46 +211,27 @@ struct Walk {
       line = 0;
       do {
         ++batch;
-      } while (measure(p) == 0);
+      } while (measure(p, overhead(at)) == 0);
     }
-    start = p.span > 0 ? position : position + kOverhead<C>;
+    start = p.span > 0 ? position : position + overhead(at);
     number = 0;
     return clip(p, position);
   }
 
  private:
-  // Positions, a line, of sequences [first, stop).
-  static __device__ __forceinline__ int sum_sizes(const DecodeSplitParams& p, int first, int stop) {
-    int sum = 0;
-    if (p.block_table != nullptr && p.cu_seqlens_q == nullptr) {
-      for (int b = first; b < stop; b += kAtOnce) {
-        int keys[kAtOnce];  // loads in flight together
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          keys[i] = b + i < stop ? PagedSequence::dense_keys(p, b + i) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) sum += Units<C>(p, p.q_len, keys[i]).size(p);
-      }
-    } else {
-#pragma unroll 1
-      for (int b = first; b < stop; ++b) {
-        const PagedSequence s(p, b);
-        sum += Units<C>(p, s.q_len, s.k_len).size(p);
-      }
-    }
-    return sum;
+  static __device__ __forceinline__ int overhead(const BlockPlace& at) {
+    return at.alone ? kOverheadAlone : kOverhead<C>;
   }
 
   // Reads the lengths of `batch`; the positions of a segment.
-  __device__ __forceinline__ int measure(const DecodeSplitParams& p) {
+  __device__ __forceinline__ int measure(const DecodeSplitParams& p, int overhead) {
     const PagedSequence s(p, batch);
     const Units<C> found(p, s.q_len, s.k_len);
     q_len = s.q_len;
     k_len = s.k_len;
     first_unit = found.first;
     units = found.count;
-    return found.size(p);
+    return found.size(p, overhead);
   }
 
   // Finds `position`, which a sequence from b on holds; those before it take `base` a line.
@@ -186,7 +239,7 @@ struct Walk {
                                        int position, int on_line, int base, int b) {
     int size;
     for (batch = b;; ++batch) {
-      size = measure(p);
+      size = measure(p, overhead(at));
       if (on_line < base + size) break;
       base += size;
     }
@@ -194,7 +247,7 @@ struct Walk {
     line = p.lines == 1 ? 0 : inside / size;
     start = base * p.lines + line * size;
     number = position - start;
-    if (p.span == 0) start += kOverhead<C>;
+    if (p.span == 0) start += overhead(at);
     return clip(p, position);
   }
 
@@ -209,7 +262,7 @@ struct Walk {
   }
 };
 
-// The parts of a segment, and the slots of the workspace that hold them: a block has one for a part
+// The parts of a segment, and the slots of the workspace that hold them: a worker has one for a part
 // that its range begins with, and one for a part that it ends with; a fixed split has one a part.
 struct Parts {
   int count;

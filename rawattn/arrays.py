@@ -251,7 +251,12 @@ def _reinterpret(name: str, array: Any, dtype: str) -> Any:
 
 def _from_dlpack(name: str, x: Any) -> Any:
     """A NumPy array, or a CuPy array that the producer has made ready for the current stream."""
-    kind = int(x.__dlpack_device__()[0])
+    try:
+        kind = int(x.__dlpack_device__()[0])
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} ({type(x).__qualname__}) does not say where it is: __dlpack_device__: {error}"
+        ) from error
     of_gpu = kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED)
     module = import_cupy() if of_gpu else np
     try:

@@ -237,7 +237,7 @@ def row_tokens(names: Any, specs: Any, cache: Cache) -> int:
         )
     if cache.layout is CacheLayout.X_MAJOR:
         raise ValueError(f"{names.leftpad}: accepted with layout NHD and HND, not x-major")
-    if 1 in (cache.blocks, cache.page):
+    if cache.blocks <= 1 or cache.page == 1:
         return cache.page
     found = []
     for name in ("k_cache", "v_cache"):

@@ -122,7 +122,8 @@ def flash_attn_with_kvcache(
         Which row of a contiguous cache each sequence has; without it, its own.
     cache_leftpad : array, shape `(batch,)`, int32, optional
         Tokens in front of each sequence in its row of a contiguous cache, NHD or HND, that nobody
-        sees. `cache_seqlens`, and positions of rotary tables, count them.
+        sees. `cache_seqlens`, and positions of rotary tables, count them. Rows of `k_cache` and of
+        `v_cache` are then as many tokens apart, a whole number.
     block_table : array, shape `(batch, max_blocks)`, int32, optional
         The pages of each sequence. Entries past its last page are never read.
     kv_indptr, kv_indices, kv_last_page_len : array, int32, optional
@@ -161,8 +162,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse : bool
         Whether to return `lse` too.
     workspace : array of uint8, optional
-        Memory to work in, for whoever allocates all of it: contiguous, ``plan.workspace_size``
-        bytes or more.
+        Memory to work in, for whoever allocates all of it: contiguous, from a multiple of 16,
+        ``plan.workspace_size`` bytes or more.
 
     Returns
     -------
@@ -284,7 +285,7 @@ def reshape_and_cache_flash(
     plan: PlanArgument = None,
 ) -> None:
     """`reshape_and_cache` for caches of `(blocks, page, kv_heads, head_dim)`, or with `layout` of
-    "HND" `(blocks, kv_heads, page, head_dim)`.
+    "HND" `(blocks, kv_heads, page, head_dim)`; with "x-major" it is `reshape_and_cache`.
     """
     return _reshape_and_cache(
         (key, value, key_cache, value_cache, slot_mapping),

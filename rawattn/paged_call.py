@@ -268,7 +268,7 @@ def _constants(request: Request, device: int) -> dict[str, View]:
     specs, problem, found = request.specs, request.problem, {}
     if problem.table is PageTable.DENSE and specs.block_table is None:
         if specs.cache_batch_idx is None:
-            rows = [[b] for b in range(problem.batch)]
+            rows = np.arange(problem.batch)[:, None]  # a column, also of no sequence
             found["block_table"] = to_device(rows, "int32", device, shared=True)
         if specs.seqused_k is None:
             full = [problem.max_k] * problem.batch

@@ -100,7 +100,7 @@ class FwdSm90:
     q_buffers: int  # 2: the next Q loads during this tile, and out leaves through the old one's
     q_registers: bool  # whether Q is read from shared memory once a query tile, not once a key tile
     pingpong: bool  # whether consumers take turns at issuing products
-    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
+    overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 
@@ -139,7 +139,7 @@ class FwdSm90Self:
     value_dim: int  # columns of the V and O tiles
     block_n: int  # keys a tile
     stages: int  # tiles of K, and of V, that shared memory holds
-    overlap: int  # which exponentials are kept beside P V: Overlap of fwd_sm90_warpgroup.cuh
+    overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 
@@ -202,15 +202,29 @@ class DecodeSplit:
     @property
     def smem_bytes(self) -> int:
         """sizeof(DecodeSplitSmem<Config>)."""
-        ring = self.warps * self.stages
-        out = self.warps * 8 * (4 * (self.head_dim + 4) + 8)
-        staged = (
-            self.row_tiles > 1 or self.head_dim * (2 if self.cache == self.element else 1) > 256
-        )
-        q = 4 * self.rows * (self.head_dim + 8) if staged else 32
-        walks = 4 * 12 * (self.warps if staged else 1)
+        ring = self.warps * self.stages * (self.stage_bytes + 8)
+        out = self.warps * (32 * (self.head_dim + 4) + 68)  # with max, sum, and who has arrived
+        q = 4 * self.rows * (self.head_dim + 8) if self.staged else 32
+        walks = 48 * (self.warps if self.staged else 1)
         peers = 16 * (4 * self.head_dim if self.cluster > 1 else 1)
-        return -(-(ring * (self.stage_bytes + 8) + out + q + walks + peers + 8) // 1024) * 1024
+        return -(-(ring + out + q + walks + peers + 8) // 1024) * 1024
+
+    @property
+    def ahead(self) -> int:
+        """Stages that are being filled at a time: all but one that is read, or both of two."""
+        return self.stages - 1 if self.stages > 2 else self.stages
+
+    @property
+    def staged(self) -> bool:
+        """Whether q is in shared memory: registers would not hold it."""
+        item = 2 if self.cache == self.element else 1
+        return self.row_tiles > 2 or self.row_tiles * self.head_dim * item > 512
+
+    @property
+    def workers(self) -> int:
+        """Who may have parts of its own: warps, each alone, or the block; none in a cluster."""
+        alone = self.tma and not self.staged  # else registers would not suffice
+        return int(self.cluster == 1) * (self.warps if alone else 1)
 
     @property
     def counters(self) -> int:

@@ -110,6 +110,12 @@ def test_dlpack_that_cannot_be_exchanged() -> None:
         view("v", unknown)
     with pytest.raises(TypeError, match="v is on DLPack device type 10: accepted are 1"):
         view("v", Producer(np.zeros(3), device=10))
+    nowhere = Producer(np.zeros(3))
+    nowhere.__class__ = type("Nowhere", (Producer,), {"__dlpack_device__": _refuse})
+    with pytest.raises(
+        TypeError, match=r"v \(Nowhere\) does not say where it is: __dlpack_device__"
+    ):
+        view("v", nowhere)
 
 
 def test_gpu_arrays_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from rawattn.paged_problem import Scale
+from rawattn.plan import decode
 from rawattn.problem import Mask
 from tests.decode import HND, X_MAJOR, Call, Case, check
 from tools import emulator
@@ -18,6 +19,8 @@ RAGGED = (0, 1, 15, 16, 17, 100, 33, 300)
 # Every warp has several units, with tails between them: stages are filled again.
 MANY = (0, 1, 15, 17, 300, 33, 250, 2, 100, 0, 90, 65, 64, 63, 31, 200)
 DRAFTS = (4, 2, 4, 1, 4, 3, 0, 4)  # queries of each
+# Each warp works alone, on parts of its own: it has several segments, and shares some.
+SHORT = tuple(37 * i % 257 for i in range(24))
 CASES = {
     # TMA
     "pages of 16": Case(k_lens=MANY, sms=2),
@@ -34,7 +37,30 @@ CASES = {
     "cluster": Case(k_lens=(700, 0), sms=132, csr=True, sink=True),
     "cluster of 4": Case(k_lens=(300, 17), sms=22),
     "cluster of 2": Case(k_lens=(2600, 0, 70), group=8, kv_heads=1, sms=6, page=32),
+    "short sequences": Case(k_lens=SHORT, sms=2),
+    "short sequences, group of 7, HND": Case(
+        k_lens=SHORT, sms=1, group=7, kv_heads=1, layout=HND, sink=True
+    ),
+    "short sequences of e4m3": Case(
+        k_lens=SHORT, sms=2, cache_dtype="float8_e4m3fn", scale=Scale.HEAD
+    ),
+    "short sequences, x-major": Case(k_lens=SHORT, sms=2, layout=X_MAJOR),
+    "e4m3 cluster": Case(k_lens=(700,), sms=132, cache_dtype="float8_e4m3fn"),
     "e4m3": Case(k_lens=RAGGED, cache_dtype="float8_e4m3fn", scale=Scale.HEAD),
+    # two tiles of rows, where there are many segments
+    "drafts of many sequences": Case(
+        k_lens=tuple(97 * i % 71 for i in range(64)),
+        q_lens=(4, 2, 3, 1) * 16,
+        packed=True,
+        kv_heads=4,
+    ),
+    "draft trees of many sequences": Case(
+        k_lens=tuple(97 * i % 71 + 3 for i in range(64)),
+        q_lens=(3,) * 64,
+        tree=True,
+        alibi=True,
+        kv_heads=4,
+    ),
     # wgmma: more than 8 rows
     "draft tokens, all scores": Case(
         k_lens=RAGGED,
@@ -160,6 +186,7 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
         "cluster": 8,
         "cluster of 4": 4,
         "cluster of 2": 2,
+        "e4m3 cluster": 8,
         "x-major cluster": 8,
         "draft cluster": 8,
     }
@@ -169,7 +196,9 @@ def test_many_rows_are_for_wgmma() -> None:
     kernels = {name: Call(case).launch().kernel for name, case in CASES.items()}
     for name, case in CASES.items():
         wide = case.tma and case.layout is not X_MAJOR and case.problem.rows > 8
-        assert kernels[name] == ("decode_sm90" if wide else "decode_split"), name
+        segments = len(case.k_lens) * case.kv_heads
+        pairs = case.problem.rows <= 16 and segments >= decode.PAIR_SEGMENTS
+        assert kernels[name] == ("decode_sm90" if wide and not pairs else "decode_split"), name
 
 
 def test_fixed_split_bits_do_not_depend_on_the_batch() -> None:

@@ -92,6 +92,15 @@ def test_empty_rows(op_of: Callable[..., Op], tile: Tile) -> None:
     law_empty_rows(op_of(tile), replace(case, head_dim=tile.head_dim, value_dim=tile.value_dim))
 
 
+@pytest.mark.parametrize("tile", (D128, D256), ids=name)
+def test_blocks_without_tiles(op_of: Callable[..., Op], tile: Tile) -> None:
+    """Two blocks for two sequences, one of which is empty."""
+    case = Case(q_lens=(30, 0), k_lens=(300, 9), dtype="float16", layout="packed")
+    law_matches_reference(
+        op_of(tile), replace(case, head_dim=tile.head_dim, value_dim=tile.value_dim)
+    )
+
+
 @pytest.mark.parametrize("order", (STATIC, DYNAMIC))
 @pytest.mark.parametrize("head_group", (1, 5))
 def test_orders(op_of: Callable[..., Op], order: int, head_group: int) -> None:

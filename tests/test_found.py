@@ -21,6 +21,7 @@ from rawattn.params import Params
 from rawattn.plan import merge
 from rawattn.reference_paged import rotated
 from tests.refusals import I32, VALUE, Bad, name_of, refuses
+from tools.emulator.api import emulated
 from tools.emulator.attention import attention
 
 F32 = np.float32
@@ -118,6 +119,23 @@ def test_two_sequences_of_one_row_that_keep_out_of_each_others_way() -> None:
         k, v = (call[name][1:2, begin:end] for name in ("k_cache", "v_cache"))
         want = rawattn.flash_attn_func(call["q"][n : n + 1], k, v)
         np.testing.assert_allclose(found[n : n + 1], want, atol=1e-6)
+
+
+def test_left_padding_of_no_sequence() -> None:
+    q, cache, none = normal(0, 1, 4, 16), normal(0, 8, 2, 16), np.zeros(0, I32)
+    out = rawattn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=none, cache_leftpad=none)
+    assert out.shape == q.shape
+
+
+def test_new_tokens_of_no_sequence() -> None:
+    """On a GPU the column of rows that stands for a table had lost its axis."""
+    none = np.zeros(0, I32)
+    q, cache, new = (
+        np.zeros((0, *shape), np.float16) for shape in ((1, 4, 64), (8, 2, 64), (1, 2, 64))
+    )
+    with emulated() as ran:
+        out = rawattn.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=none)
+    assert out.shape == q.shape and not ran
 
 
 # ---- arguments without effect --------------------------------------------------------------------

@@ -32,6 +32,9 @@ pytest_plugins = ("tests.cli",)
         ("roofline --batch 99999999999", "'99999999999': accepted are integers from 0 to 21474836"),
         (f"roofline --batch {'9' * 5000}", "accepted are integers from 0 to 2147483647"),
         ("plan --cache NHD --page 99999999999", "accepted are integers from 1 to 2147483647"),
+        ("plan --device H200 --cache NHD --causal top_left", "causal='top_left': the queries are"),
+        ("plan --device H200 --cache NHD --softcap nan", "softcap=nan: accepted are 0 and numbers"),
+        ("plan --device H200 --cache NHD --softcap=-1", "softcap=-1.0: accepted are 0 and numbers"),
     ],
 )
 def test_flags(run: Any, line: str, words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -95,6 +96,24 @@ CASES = (
 def test_what_few_examples_would_miss(executor: Executor, case: MergeCase) -> None:
     with executor.on():
         law_merged_is_the_union(MERGES, importlib.import_module(executor.module), case)
+
+
+def test_a_call_that_writes_to_its_inputs_is_caught() -> None:
+    def clearing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
+        def cleared(*arguments: Any, **options: Any) -> None:
+            call(*arguments, **options)
+            arguments[at][...] = 0
+
+        return cleared
+
+    with pytest.raises(AssertionError, match="value: an input was written"):
+        law_written_is_read((WRITES[0], clearing(WRITES[1], 1)), np, WriteCase(tokens=3))
+    for at, name in ((0, "outs"), (1, "lses")):
+        with pytest.raises(AssertionError, match=f"{name}: an input was written"):
+            law_merged_is_the_union((clearing(MERGES[0], at), MERGES[1]), np, CASES[3])
+    for at, name in ((1, "prefix_output"), (4, "suffix_lse")):
+        with pytest.raises(AssertionError, match=f"{name}: an input was written"):
+            law_merged_is_the_union((MERGES[0], clearing(MERGES[1], at)), np, CASES[0])
 
 
 @pytest.mark.parametrize("as_array", [False, True])

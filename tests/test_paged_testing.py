@@ -57,6 +57,16 @@ def writes_elsewhere(a: dict[str, Any]) -> None:
     a["v_cache"].reshape(-1)[7:8] = 0
 
 
+def writes_to_q(a: dict[str, Any]) -> None:
+    with_kvcache(None, a)
+    a["q"][...] = 0
+
+
+def counts_the_new_tokens(a: dict[str, Any]) -> None:
+    with_kvcache(None, a)
+    a["cache_seqlens"] += np.int32(1)
+
+
 def writes_around(a: dict[str, Any]) -> None:
     with_kvcache(None, a)
     np.lib.stride_tricks.as_strided(a["out"].reshape(-1), (a["out"].size + 1,))[-1:] = 0
@@ -99,6 +109,8 @@ def cannot_split(a: dict[str, Any]) -> None:
         (law_paged_matches_reference, one_slot_more, "out["),
         (law_paged_matches_reference, no_sink, "want"),
         (law_paged_matches_reference, writes_elsewhere, "v_cache: "),
+        (law_paged_matches_reference, writes_to_q, "q: an input was written"),
+        (law_paged_matches_reference, counts_the_new_tokens, "cache_seqlens: an input was written"),
         (law_paged_matches_reference, writes_around, "outside its rows were written"),
         (law_appending_is_storing_before, forgets_new_tokens, "k_cache: "),
         (law_paged_reruns_are_equal, counts_calls, "want the bits of"),

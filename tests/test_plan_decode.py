@@ -95,12 +95,17 @@ def test_every_choice_is_compiled() -> None:
         (_with(batch=1, max_k=1 << 16), {"cluster": 8}),
         (_with(batch=1, max_k=1 << 20), {"cluster": 1}),
         (_with(max_q=2), {"features": True, "tma": True, "row_tiles": 1}),
-        (_with(max_q=4), {"rows": 64, "unit": 64, "cluster": 1}),
+        (_with(max_q=4), {"row_tiles": 2, "features": True, "staged": False}),
+        (_with(max_q=4, split=512), {"rows": 64, "unit": 64, "cluster": 1}),
+        (_with(max_q=4, batch=15), {"rows": 64, "cluster": 1}),
+        (_with(max_q=5), {"rows": 64, "unit": 64, "cluster": 1}),
         (_with(max_q=16, batch=1), {"rows": 64, "cluster": 8}),
         (_with(max_q=4, page=24), {"tma": False, "row_tiles": 4}),
         (_with(batch=1, q_heads=4, kv_heads=1), {"cluster": 8}),
         (_with(batch=1, q_heads=4, kv_heads=1, max_k=1 << 15), {"cluster": 1}),
         (_with(cache_dtype="int8"), {"element": "fp16", "cache": "int8", "unit": 32}),
+        (_with(cache_dtype="int8", batch=1), {"cluster": 1}),
+        (_with(cache_dtype="float8_e4m3fn", batch=1), {"cluster": 8, "cache": "e4m3"}),
     ],
 )
 def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
@@ -139,10 +144,14 @@ def test_refusals(problem: PagedProblem, words: str) -> None:
     assert reason is not None and words in reason
 
 
-def test_workspace_holds_two_parts_a_block_or_every_part_of_a_fixed_split() -> None:
+def test_workspace_holds_two_parts_a_worker_or_every_part_of_a_fixed_split() -> None:
     (launch,) = decode.launches(DECODE, H200)
     assert launch.grid == 128  # 8 columns of 16 on 132 SMs
-    assert launch.counters == 2 * launch.grid
+    assert launch.counters == 2 * launch.grid * launch.config.warps  # each of which may be alone
+    (staged,) = decode.launches(_with(max_q=4, page=24), H200)
+    assert staged.counters == 2 * staged.grid
+    (cluster,) = decode.launches(_with(batch=4), H200)
+    assert cluster.counters == cluster.workspace_bytes == 0
     assert launch.workspace_bytes == launch.counters * 8 * 64 * 16
     (fixed,) = decode.launches(_with(split=500), H200)
     assert dict(fixed.scalars)["span"] == 512 // fixed.config.unit

@@ -184,7 +184,7 @@ def test_tiles_do_not_depend_on_how_wide_a_window_is(head_dim: int, length: int)
 # ---- golden plans: who changes one shows rows of the bench from before and after -----------------
 
 GOLDEN = """
-full     512  64: 192 x 128, static, groups of 1
+full     512  64: 64 x 128 self, static, groups of 16
 full    4096  64: 192 x 128, static, groups of 1
 full   16384  64: 192 x 128, static, groups of 1
 full     512  96: 128 x 128, static, groups of 1
@@ -193,19 +193,19 @@ full   16384  96: 192 x 112, static, groups of 1
 full     512 128: 128 x 128, static, groups of 1
 full    4096 128: 128 x 128, static, groups of 1
 full   16384 128: 128 x 128, static, groups of 4
-full     512 256: 128 x 80, dynamic, groups of 1
+full     512 256: 128 x 64, dynamic, groups of 1
 full    4096 256: 128 x 80, dynamic, groups of 1
 full   16384 256: 128 x 80, dynamic, groups of 1
 causal   512  64: 64 x 64 self, dynamic, groups of 32
-causal  4096  64: 64 x 128 self, dynamic, groups of 32
+causal  4096  64: 192 x 128, dynamic, groups of 32
 causal 16384  64: 192 x 128, dynamic, groups of 32
-causal   512  96: 128 x 128, dynamic, groups of 32, last of 252
-causal  4096  96: 128 x 128, dynamic, groups of 32
+causal   512  96: 128 x 128, dynamic, groups of 32, last of 168
+causal  4096  96: 192 x 112, dynamic, groups of 32
 causal 16384  96: 192 x 112, dynamic, groups of 21
-causal   512 128: 128 x 128, dynamic, groups of 32, last of 192
+causal   512 128: 128 x 128, dynamic, groups of 32, last of 128
 causal  4096 128: 128 x 128, dynamic, groups of 32
 causal 16384 128: 128 x 128, dynamic, groups of 16
-causal   512 256: 128 x 80, dynamic, groups of 64, last of 128
+causal   512 256: 128 x 64, dynamic, groups of 64
 causal  4096 256: 128 x 80, dynamic, groups of 32
 causal 16384 256: 128 x 80, dynamic, groups of 8
 """

@@ -142,6 +142,16 @@ MUTANTS = {
         "law_matches_reference",
         "outside its rows",
     ),
+    "writes to q": (
+        after(lambda a: a["q"].fill(0)),
+        "law_matches_reference",
+        "q: an input was written",
+    ),
+    "writes to its table": (
+        after(lambda a: a["cu_seqlens_q"] is not None and a["cu_seqlens_q"].fill(0)),
+        "law_matches_reference",
+        "cu_seqlens_q: an input was written",
+    ),
     "NaN in empty rows": (after(nan_in_empty_rows), "law_empty_rows", "is not 0"),
     "other bits each time": (
         scaled_values(lambda: 1 + np.random.default_rng().random()),

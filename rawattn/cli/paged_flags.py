@@ -9,7 +9,7 @@ from rawattn.arrays import DTYPES, Spec, contiguous, dtype_name
 from rawattn.cache_request import EIGHT_BIT, cache_choice
 from rawattn.cli.flags import k_len
 from rawattn.paged_call import Request, accepted
-from rawattn.paged_request import FIELDS, PagedArrays, PagedOptions
+from rawattn.paged_request import FIELDS, WORDS, PagedArrays, PagedOptions, plain
 
 
 def request(args: Namespace) -> Request:
@@ -53,7 +53,7 @@ def request(args: Namespace) -> Request:
         split_tokens=args.split,
         backend=args.backend,
     )
-    return accepted(FIELDS, False, specs, options)
+    return accepted(FIELDS, False, specs, plain(WORDS, options))
 
 
 def _new_tokens(

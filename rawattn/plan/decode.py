@@ -38,6 +38,11 @@ CLUSTER_KEYS = 4096
 CLUSTER_KEYS_ALONE = 8192  # one sequence: nothing to balance
 CLUSTER_KEYS_FEW = 1024
 CLUSTER_HEAD_DIM = 128
+CLUSTER_CACHE = "e4m3"  # beside those of 16 bits
+# 9 to 16 rows, 128 x 1 k keys and 4 queries: 136 us, and 150 by decode_sm90; 32 x 4 k: 128.6 and
+# 131.5 (H200, 2026-11-30).
+PAIR_HEAD_DIM = 128
+PAIR_SEGMENTS = 256  # with fewer of them, 1 to 2 % longer: there are more parts to merge
 # What it is worth that a block walks one KV head only, in step with its neighbours: 128 blocks that
 # did took 1 to 4 % less time than 132 that did not (H200, 2026-11-30).
 LOCKSTEP = 1.05
@@ -57,7 +62,7 @@ def _config(
     unaligned: bool = False,
 ) -> DecodeSplit:
     """The Config of these properties; a wide one has tiles for many rows. As many warps and stages
-    as reach IN_FLIGHT, or as shared memory holds.
+    as reach IN_FLIGHT (by TMA: and one more, which is read), or as shared memory holds.
     """
     row = head_dim * (2 if cache == element else 1)
     config = DecodeSplit(
@@ -77,7 +82,7 @@ def _config(
     )
     while True:
         wanted = IN_FLIGHT // (config.warps * 2 * config.unit * row)
-        for stages in range(max(2, wanted), 1, -1):
+        for stages in range(max(2, wanted) + tma, 1, -1):
             found = replace(config, stages=stages)
             if found.smem_bytes <= SMEM_KB[arch] * 1024:
                 return found
@@ -110,7 +115,10 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
         for element in ELEMENTS.values():
             for xmajor in (False, True):
                 for cluster in CLUSTERS:
-                    yield _clustered(arch, element, xmajor, cluster)
+                    yield _clustered(arch, element, element, xmajor, cluster)
+                    if element == "fp16":
+                        yield _clustered(arch, element, CLUSTER_CACHE, xmajor, cluster)
+            yield _paired(arch, element)
     for cache in (*ELEMENTS.values(), *CACHES.values()):
         element = "fp16" if cache in CACHES.values() else cache
         for head_dim in HEAD_DIMS:
@@ -141,18 +149,24 @@ def _unaligned(p: PagedProblem) -> bool:
     return p.copy_bytes < 16 or _turned(p)
 
 
-def _clustered(arch: str, element: str, xmajor: bool, cluster: int) -> DecodeSplit:
+def _clustered(arch: str, element: str, cache: str, xmajor: bool, cluster: int) -> DecodeSplit:
     """The Config for few segments."""
     return _config(
         arch,
         CLUSTER_HEAD_DIM,
         element=element,
-        cache=element,
+        cache=cache,
         tma=True,
         xmajor=xmajor,
         features=False,
         cluster=cluster,
     )
+
+
+def _paired(arch: str, element: str) -> DecodeSplit:
+    """The Config for 9 to 16 rows: two tiles whose q is in registers."""
+    config = _config(arch, PAIR_HEAD_DIM, element=element, cache=element, tma=True)
+    return replace(config, row_tiles=2)
 
 
 def _cluster(p: PagedProblem, device: Device) -> int:
@@ -190,11 +204,11 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
         for copies, flags in ((tma, features), (tma, True), (False, True))
     )
     chosen = next(v for v in wanted if v in variants)
-    plain = chosen == (True, False, False) and not p.quantized and not p.split and p.rows <= 8
-    if plain and head_dim == CLUSTER_HEAD_DIM:
+    plain = chosen == (True, False, False) and not p.split and p.rows <= 8
+    if plain and head_dim == CLUSTER_HEAD_DIM and cache in (element, CLUSTER_CACHE):
         blocks = _cluster(p, device)
         if blocks > 1:
-            return _clustered(arch, element, xmajor, blocks)
+            return _clustered(arch, element, cache, xmajor, blocks)
     return _config(
         arch,
         head_dim,
@@ -237,6 +251,8 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     """One launch, with as many blocks as fit on the GPU at a time."""
     config = decode_sm90.chosen(p, device) or _chosen(p, device)
+    if isinstance(config, DecodeSm90) and _pairs(p, config):
+        config = _paired(device.arch, config.element)
     row_blocks = -(-p.rows // config.rows)
     lines = p.kv_heads * row_blocks
     resident = max(1, min(2, device.smem_per_sm // (config.smem_bytes + 1024)))
@@ -248,7 +264,8 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     column_slots = 0
     if span:
         column_slots = p.batch * max(1, -(-p.max_k // (span * config.unit))) * (lines // columns)
-    slots = columns * column_slots if span else 2 * grid if config.cluster == 1 else 0
+    workers = grid * (config.workers if isinstance(config, DecodeSplit) else config.cluster == 1)
+    slots = columns * column_slots if span else 2 * workers
     divisors = {
         "page": p.page,
         "span": max(1, span),
@@ -276,6 +293,12 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
             workspace_bytes=slots * config.slot_bytes,
         ),
     )
+
+
+def _pairs(p: PagedProblem, instead: DecodeSm90) -> bool:
+    """Whether two tiles of rows take less time than decode_sm90, whose are clusters and splits."""
+    fits = 8 < p.rows <= 16 and instead.head_dim == PAIR_HEAD_DIM
+    return fits and instead.cluster == 1 and not p.split and p.batch * p.kv_heads >= PAIR_SEGMENTS
 
 
 def _magic(name: str, divisor: int) -> tuple[tuple[str, int], ...]:

@@ -13,7 +13,6 @@ from rawattn.problem import MAX_LENGTH, Problem, Rows
 from rawattn.registry import FwdSm90, FwdSm90Self
 
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
-NO_OVERLAP, ALL_ROWS, FIRST_ROW = 0, 1, 2  # Overlap of cuda/fwd_sm90_warpgroup.cuh
 MAX_TILES = 2**30  # query tiles: kernels count beyond the last
 
 
@@ -27,7 +26,7 @@ def _prototype(
     q_buffers: int = 2,
     q_registers: bool = False,
     pingpong: bool = True,
-    overlap: int = NO_OVERLAP,
+    overlap: bool = False,
 ) -> FwdSm90:
     return FwdSm90(
         element="bf16",
@@ -44,39 +43,38 @@ def _prototype(
     )
 
 
-# Measured on an H200, TFLOP/s in one run (docs/kernels/fwd_sm90.md); the last of a pair is for long
-# sequences, and at 256 for all but short ones without a mask. First row alone, 64: 16k full 531
-# instead of 542.
-D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=ALL_ROWS)
-D96 = _prototype(96, 96, 128, overlap=FIRST_ROW)
-# Causal 16k 598, 128 x 128 547; 4k 550 and 561; more keys spill.
-D96_LONG = _prototype(96, 96, 112, consumers=3)
-# Q in registers: full 2k 663 instead of 649, causal 16k 656 instead of 647. 160 keys, which leave
-# it no room, were best from 2k without: 639.
-D128 = _prototype(128, 128, 128, q_registers=True)
-# Full 16k: unpinned 716, first row 731, and without turns 759.
-D192_128 = _prototype(192, 128, 128, q_buffers=1, overlap=FIRST_ROW)
-D192_128_LONG = replace(D192_128, pingpong=False)
+# Measured on an H200, microseconds in one run (docs/kernels/fwd_sm90.md); the last of a pair is for
+# long sequences.
+D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
+D96 = _prototype(96, 96, 128, overlap=True)
+D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 680, 128 x 128 709; more keys spill
+# Without the first row's exponentials beside P V: full 16k 3377 instead of 3218.
+D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
+# Full 1k 250, LONG 253; 4k 938 and 923.
+D192_128 = _prototype(192, 128, 128, q_buffers=1)
+D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
-D256 = _prototype(256, 256, 80, q_buffers=1, overlap=ALL_ROWS)
-D256_LONG = replace(D256, pingpong=False)
-TILES = (D64, D96, D96_LONG, D128, D192_128, D192_128_LONG, D192, D256, D256_LONG)
+# 64 keys pad and mask less: causal 512 102, 80 keys 109; 2k equal.
+D256_SHORT = _prototype(256, 256, 64, q_buffers=1)
+D256 = replace(D256_SHORT, block_n=80)
+TILES = (D64, D96, D96_LONG, D128, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
 SELF = FwdSm90Self(
     element="bf16",
     head_dim=64,
     value_dim=64,
     block_n=128,
     stages=2,
-    overlap=NO_OVERLAP,
+    overlap=True,
     scores=False,
     blocks_per_sm=3,
 )
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
-# block: 512 286 instead of 258, 2k 424 instead of 427.
+# block: 1k 191 instead of 202.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
-# Keys and values of a wide last sweep: about what L2 holds. 512 359 instead of 351, 2k
-# 581 instead of 563; as wide at 4k 580 instead of 590.
-WIDE_BYTES = 48 << 20
+# Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
+# tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
+# 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
+WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # Keys a tile, at most, where score steps, which take registers, are compiled in; by consumers.
 SCORES_BLOCK_N = {2: 128, 3: 96}
 
@@ -98,16 +96,14 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     # Not by `_full`: lengths may be smaller than their bounds, and a window that is wide enough for
     # them gets the same bits as none, so the same tile.
     causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
-    if tile is D64 and causal and long <= 4096:
-        return SELF if long > 1024 else SELF_SHORT
-    if tile is D64 and (long < 512 or (long <= 1024 and _pads(p, tile))):
-        return SELF
-    if tile is D96 and long >= (8192 if causal else 4096):
+    if tile is D64 and long <= 1024:
+        return SELF_SHORT if causal else SELF
+    if tile is D96 and long >= 4096:
         return D96_LONG
-    if tile is D192_128 and long >= 8192:
+    if tile is D192_128 and long >= 2048:
         return D192_128_LONG
-    if tile is D256 and (causal or long >= 2048):
-        return D256_LONG
+    if tile is D256_SHORT and long > (1024 if causal else 512):
+        return D256
     return tile
 
 
@@ -127,7 +123,8 @@ def _last_sweep(p: Problem, head_group: int) -> int:
     values, where that is more than a head group has; their number, where tiles are equal.
     """
     narrow = max(1, min(32, head_group // p.q_heads))
-    wide = WIDE_BYTES // (2 * p.max_k * (p.head_dim + p.value_dim) * p.kv_heads)
+    room = next(room for least, room in WIDE_BYTES if p.max_k >= least)
+    wide = room // (2 * p.max_k * (p.head_dim + p.value_dim) * p.kv_heads)
     if _full(p) or wide <= narrow:
         return p.batch
     return max(0, p.batch - wide) // narrow * narrow
@@ -139,7 +136,8 @@ def config_of(tile: FwdSm90 | FwdSm90Self, element: str, scores: bool) -> FwdSm9
     if scores and isinstance(config, FwdSm90):
         block_n = min(config.block_n, SCORES_BLOCK_N[config.consumers])
         return replace(config, block_n=block_n, q_registers=False)
-    return config
+    # of blocks that share an SM, which has no registers left for both
+    return replace(config, overlap=False) if scores else config
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
@@ -173,11 +171,6 @@ def refuses(p: Problem, device: Device) -> str | None:
     if tiles > MAX_TILES:
         return f"{tiles} query tiles: takes up to {MAX_TILES}"
     return None
-
-
-def _pads(p: Problem, tile: FwdSm90) -> bool:
-    """Whether query tiles have more than an eighth too many rows."""
-    return _m_blocks(p, tile) * tile.block_m > p.max_q * 9 // 8
 
 
 def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:

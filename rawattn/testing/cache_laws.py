@@ -17,7 +17,7 @@ from rawattn.reference import merge_states
 from rawattn.reference_paged import quantized, slots
 from rawattn.testing.cases import short_repr
 from rawattn.testing.closeness import ulp
-from rawattn.testing.inputs import CANARY, POISON, Array, Placed
+from rawattn.testing.inputs import CANARY, POISON, Array, Placed, to_host
 
 Call = Callable[..., Any]
 EIGHT_BIT = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2", "int8": "int8"}
@@ -105,18 +105,20 @@ def law_written_is_read(calls: tuple[Call, Call], xp: Any, case: WriteCase) -> N
         at = where[kept] // c.page, where[kept] % c.page
         in_slots[at] = rows.reshape(len(rows), *in_slots.shape[2:])
     caches = [xp.asarray(_as_cache(cache, stored)) for cache in before]
-    placed = [Placed.of(tokens, c.memory, 3, xp, outside=POISON).view for tokens in (k, v)]
+    placed = [Placed.of(tokens, c.memory, 3, xp, outside=POISON) for tokens in (k, v)]
     quantization: tuple[Any, ...] = ()
     if c.cache_dtype != "same":
         given = [xp.asarray(s) if c.by_head else float(s[0]) for s in scales]
         quantization = EIGHT_BIT[c.cache_dtype], *given
-    arguments = (*placed, *caches, xp.asarray(where), *quantization)
+    arguments = (*(x.view for x in placed), *caches, xp.asarray(where), *quantization)
     if layout is CacheLayout.X_MAJOR:
         calls[0](*arguments)
     else:
         calls[1](*arguments, layout=c.layout)
+    for name, place in zip(("key", "value"), placed, strict=True):
+        place.check_kept(name, c)
     for name, cache, expected in zip(("k", "v"), caches, want, strict=True):
-        got = np.asarray(cache.get() if hasattr(cache, "get") else cache)
+        got = to_host(cache)
         differ = np.ascontiguousarray(got).view(np.uint8).reshape(expected.shape) != expected
         if differ.any():
             first = tuple(int(i) for i in np.argwhere(differ)[0])
@@ -234,9 +236,11 @@ def _outputs(xp: Any, c: MergeCase) -> tuple[Placed, Placed]:
 
 def _merged(call: Call, xp: Any, c: MergeCase, outs: Array, lses: Array) -> tuple[Array, Array]:
     out, lse = _outputs(xp, c)
-    states = Placed.of(outs, c.memory, 1, xp, outside=POISON).view
-    weights = Placed.of(lses, c.memory, 2, xp, outside=POISON).view
-    call(states, weights, out=out.view, lse=lse.view)
+    states = Placed.of(outs, c.memory, 1, xp, outside=POISON)
+    weights = Placed.of(lses, c.memory, 2, xp, outside=POISON)
+    call(states.view, weights.view, out=out.view, lse=lse.view)
+    states.check_kept("outs", c)
+    weights.check_kept("lses", c)
     return out.read("out", ..., c), lse.read("lse", ..., c)
 
 
@@ -244,12 +248,16 @@ def _merged_pair(
     call: Call, xp: Any, c: MergeCase, outs: Array, lses: Array
 ) -> tuple[Array, Array]:
     out, lse = _outputs(xp, c)
-    prefix, suffix = (
-        (
-            Placed.of(outs[n], c.memory, 1 + n, xp, outside=POISON).view,
-            Placed.of(lses[n], c.memory, 3 + n, xp, outside=POISON).view,
+    parts = {
+        name: Placed.of(x, c.memory, salt, xp, outside=POISON)
+        for name, x, salt in (
+            ("prefix_output", outs[0], 1),
+            ("prefix_lse", lses[0], 3),
+            ("suffix_output", outs[1], 2),
+            ("suffix_lse", lses[1], 4),
         )
-        for n in range(2)
-    )
-    call(out.view, *prefix, *suffix, lse.view, c.first_tokens)
+    }
+    call(out.view, *(x.view for x in parts.values()), lse.view, c.first_tokens)
+    for name, x in parts.items():
+        x.check_kept(name, c)
     return out.read("out", ..., c), lse.read("lse", ..., c)

@@ -6,6 +6,7 @@ memory, data, seed.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,9 +99,28 @@ def short_repr(x: Any) -> str:
 
 
 class Narrowed:
-    """A dataclass of what is allowed: `a & b` allows what both do."""
+    """A dataclass of what is allowed: `a & b` allows what both do.
+
+    Its defaults are all that there is to allow: TypeError and ValueError for anything else, which
+    `&` would drop in silence, and with it the cases that somebody believes to be tested.
+    """
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            found: Any = getattr(self, field.name)
+            most: Any = field.default
+            if type(found) is not type(most):
+                kind = {tuple: "tuples", bool: "False and True", int: "integers"}[type(most)]
+                raise TypeError(f"{field.name}={found!r}: accepted are {kind}")
+            if isinstance(most, tuple):
+                if unknown := [x for x in found if x not in most]:
+                    raise ValueError(
+                        f"{field.name} holds {unknown[0]!r}: accepted are {reprlib.repr(most)}"
+                    )
+            elif not 0 <= found <= most:
+                raise ValueError(f"{field.name}={found}: accepted are 0 to {most}")
 
     def __and__(self: Same, other: Same) -> Same:
         def both(mine, theirs):  # type: ignore[no-untyped-def]
@@ -116,7 +136,8 @@ class Narrowed:
 class Limits(Narrowed):
     """Which cases an op takes, or a law is about. `a & b` takes what both take.
 
-    Every field that is not given allows everything, so name all that your kernel lacks:
+    Every field that is not given allows everything, so name all that your kernel lacks. What is not
+    drawn, as a head_dim above 256, is a ValueError:
 
     dtypes      of q, k, v and out: "float16", "bfloat16", "float32"
     head_dims   of q and k, and of v, which is drawn apart

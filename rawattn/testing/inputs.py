@@ -168,11 +168,23 @@ def element_strides(shape: tuple[int, ...], memory: str, salt: int) -> tuple[int
     return MARGIN + (1 if memory == "unaligned" else 0), tuple(strides)
 
 
+def to_host(x: Any) -> Array:
+    """An array of NumPy or CuPy in NumPy."""
+    return np.asarray(x.get() if hasattr(x, "get") else x)
+
+
+def check_kept(name: str, found: Array, before: Array, case: Any) -> None:
+    """Fails where an input is not, bit for bit, what it was before the call."""
+    if found.tobytes() != before.tobytes():
+        raise AssertionError(f"{name}: an input was written, which a call only reads; {case!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """An array in memory: `view` lies in `buffer` between bytes that must stay as they are."""
 
     buffer: Any
+    before: Array  # the buffer as it was, in NumPy
     view: Any
     index: Array  # position in buffer of each element of view
 
@@ -188,16 +200,19 @@ class Placed:
         index = as_strided(np.arange(size)[offset:], x.shape, [8 * s for s in strides])
         buffer = np.full(size * x.itemsize, outside, np.uint8).view(x.dtype)
         buffer[index[rows]] = x[rows]
-        moved = xp.asarray(buffer)
+        moved = xp.array(buffer)
         view = xp.lib.stride_tricks.as_strided(
             moved[offset:], x.shape, [x.itemsize * s for s in strides]
         )
-        return cls(buffer=moved, view=view, index=index)
+        return cls(buffer=moved, before=buffer, view=view, index=index)
 
     def host(self) -> Array:
         """The buffer in NumPy."""
-        get = getattr(self.buffer, "get", None)  # CuPy
-        return self.buffer if get is None else get()
+        return to_host(self.buffer)
+
+    def check_kept(self, name: str, case: Any) -> None:
+        """Fails where anything of it was written."""
+        check_kept(name, self.host(), self.before, case)
 
     def read(self, name: str, rows: Any, case: Any) -> Array:
         """`rows` of it in float64. Fails where anything else in its buffer was written."""
@@ -233,6 +248,8 @@ class Inputs:
         """
         rows = self.tensors.rows
         case = self.tensors.case
+        for name in ("q", "k", "v"):
+            getattr(self, name).check_kept(name, case)
         return self.out.read("out", rows, case), self.lse.read("lse", (..., rows), case)
 
 

@@ -13,7 +13,15 @@ import numpy as np
 from rawattn import reference
 from rawattn.testing.cases import Limits
 from rawattn.testing.closeness import Expected, Record, sum_of_values, with_samples
-from rawattn.testing.inputs import Array, Inputs, Results, Tensors, place
+from rawattn.testing.inputs import (
+    Array,
+    Inputs,
+    Results,
+    Tensors,
+    check_kept,
+    place,
+    to_host,
+)
 
 
 class Attention(Protocol):
@@ -58,7 +66,7 @@ class Op:
     `bitwise`, which is the default, promises that a row's bits do not depend on what else is in the
     batch, nor on strides that leave rows on 16 bytes (and padded sequences whole rows apart). An op
     with `bitwise=False` need only be as close to the reference there as anywhere. That the same
-    call gives the same bits again, all ops must obey.
+    call gives the same bits again, and leaves its inputs as they are, all ops must obey.
 
     `imports` are the statements that a new process needs before `name` and the laws mean something,
     such as "from rawattn.testing import *; from test_mine import op". With them a failed law prints
@@ -76,32 +84,36 @@ class Op:
 
 # ---- running an op and the reference -------------------------------------------------------------
 
+SMALL = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+    "alibi_slopes",
+    "sink",
+)  # inputs, as `Tensors`
+
 
 def run(op: Op, t: Tensors) -> Results:
-    """out and lse in float64. Fails where the op wrote outside its rows."""
+    """out and lse in float64. Fails where the op wrote outside its rows, or to an input."""
     inputs: Inputs = place(t, op.xp)
-
-    def move(x: Array | None) -> Any:
-        return None if x is None else op.xp.asarray(np.ascontiguousarray(x))
-
+    small = {name: x for name in SMALL if (x := getattr(t, name)) is not None}
+    moved = {name: op.xp.array(x) for name, x in small.items()}
     op.call(
         inputs.q.view,
         inputs.k.view,
         inputs.v.view,
-        cu_seqlens_q=move(t.cu_seqlens_q),
-        cu_seqlens_k=move(t.cu_seqlens_k),
-        seqused_k=move(t.seqused_k),
         max_seqlen_q=t.max_seqlen_q,
         max_seqlen_k=t.max_seqlen_k,
         softmax_scale=t.case.scale,
         causal=t.case.causal,
         window_size=t.case.window,
         softcap=t.case.softcap,
-        alibi_slopes=move(t.alibi_slopes),
-        sink=move(t.sink),
         out=inputs.out.view,
         lse=inputs.lse.view,
+        **{name: moved.get(name) for name in SMALL},
     )
+    for name, x in small.items():
+        check_kept(name, to_host(moved[name]), x, t.case)
     return inputs.results()
 
 

@@ -15,7 +15,17 @@ import numpy as np
 from rawattn.problem import CacheLayout
 from rawattn.reference_paged import dequantized, quantized, rotated, slots, tree_seen
 from rawattn.testing.cases import Case
-from rawattn.testing.inputs import CANARY, POISON, Array, Placed, Results, Tensors, drawn
+from rawattn.testing.inputs import (
+    CANARY,
+    POISON,
+    Array,
+    Placed,
+    Results,
+    Tensors,
+    check_kept,
+    drawn,
+    to_host,
+)
 from rawattn.testing.paged_cases import PagedCase
 
 NOWHERE = (-1, 2_147_480_000)  # what table entries of nobody may hold
@@ -183,6 +193,8 @@ class PagedInputs:
 
     tensors: PagedTensors
     arguments: dict[str, Any]  # of flash_attn_with_kvcache, on the device of the op
+    kept: dict[str, Array]  # those that are read only, as they were
+    q: Placed
     out: Placed
     lse: Placed
     caches: tuple[Array, Array]  # as they must be after the call
@@ -190,12 +202,14 @@ class PagedInputs:
 
     def results(self) -> Results:
         """out (rows, Hq, Dv) and lse (Hq, rows) in float64. Fails where anything else was written:
-        around the outputs, or in slots of the cache that no new token has.
+        around the outputs, in slots of the cache that no new token has, or to an input.
         """
         c = self.tensors.case
+        self.q.check_kept("q", c)
+        for name, x in self.kept.items():
+            check_kept(name, to_host(self.arguments[name]), x, c)
         for name, want in zip(("k_cache", "v_cache"), self.caches, strict=True):
-            got = self.arguments[name]
-            got = np.asarray(got.get() if hasattr(got, "get") else got)
+            got = to_host(self.arguments[name])
             differ = got.view(np.uint8) != np.ascontiguousarray(want).view(np.uint8)
             if differ.any():
                 raise AssertionError(
@@ -238,16 +252,16 @@ def spread(
                 in_slots[block, at % page] = x[:n].reshape(n, *in_slots.shape[2:])
     arguments = _tables(t, ids, page, tail) | _scores(t)
     arguments["layout"] = c.layout
-    moved = {name: _move(x, xp) for name, x in arguments.items()}
-    moved |= dict(zip(("k_cache", "v_cache"), (_move_cache(x, c, xp) for x in before), strict=True))
     lead = c.seed % 3 if c.packed else 0
     if c.packed:
-        starts = np.cumsum([lead, *c.q_lens], dtype=np.int32)
-        moved["cu_seqlens_q"] = _move(starts, xp)
-        moved["max_seqlen_q"] = max(c.q_lens, default=0)
-        rows: Any = slice(lead, int(starts[-1]))
+        arguments["cu_seqlens_q"] = np.cumsum([lead, *c.q_lens], dtype=np.int32)
+        arguments["max_seqlen_q"] = max(c.q_lens, default=0)
+        rows: Any = slice(lead, lead + sum(c.q_lens))
     else:
         rows = slice(None)
+    kept = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    moved = arguments | {name: xp.array(x, order="C") for name, x in kept.items()}
+    moved |= dict(zip(("k_cache", "v_cache"), (_move_cache(x, c, xp) for x in before), strict=True))
     q = _queries(t, lead)
     out = np.full((*q.shape[:-1], c.value_dim), np.nan, q.dtype)
     lse = np.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.nan, np.float32)
@@ -256,7 +270,10 @@ def spread(
     lse_rows = (..., rows) if c.packed else ...
     lse_at = Placed.of(lse, "contiguous", 3, xp, outside=CANARY, rows=lse_rows)
     moved |= {"q": placed.view, "out": out_at.view, "lse": lse_at.view}
-    return PagedInputs(tensors=t, arguments=moved, out=out_at, lse=lse_at, caches=after, rows=rows)
+    return PagedInputs(
+        tensors=t, arguments=moved, kept=kept, q=placed, out=out_at, lse=lse_at, caches=after,
+        rows=rows,
+    )  # fmt: skip
 
 
 def _empty_caches(
@@ -360,10 +377,6 @@ def _queries(t: PagedTensors, lead: int) -> Array:
         return np.concatenate([before, *t.q])
     longest = max(c.q_lens, default=1)
     return np.concatenate([np.empty((0, longest, *size), c.dtype), *(q[None] for q in t.q)])
-
-
-def _move(x: Any, xp: Any) -> Any:
-    return xp.asarray(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
 
 
 def _move_cache(x: Array, c: PagedCase, xp: Any) -> Any:
