@@ -97,7 +97,7 @@ def run(op: Op, t: Tensors) -> Results:
     """out and lse in float64. Fails where the op wrote outside its rows, or to an input."""
     inputs: Inputs = place(t, op.xp)
     small = {name: x for name in SMALL if (x := getattr(t, name)) is not None}
-    moved = {name: op.xp.array(x) for name, x in small.items()}
+    moved = {name: op.xp.array(x, order="C") for name, x in small.items()}
     op.call(
         inputs.q.view,
         inputs.k.view,
