@@ -220,7 +220,7 @@ def _legend(figure: Any, suite: Suite, cells: Sequence[Group], measured: Collect
 def _peak(panels: Sequence[Any], device: Device, by_compute: bool) -> None:
     """The vendor's peak in each panel; all share one scale."""
     tflops, gb_per_s = roofline.peaks(device)
-    peak, unit = (tflops, "TFLOP/s") if by_compute else (gb_per_s, "GB/s")
+    peak, unit = (tflops, "TFLOP/s of 16 bits") if by_compute else (gb_per_s, "GB/s")
     panels[0].set_ylim(0, 1.05 * max(peak, panels[0].get_ylim()[1]))  # all share it
     for axes in panels:
         axes.axhline(peak, color="#444444", linestyle=":", linewidth=1)
