@@ -42,7 +42,7 @@ TABLES = {
     pair: [
         ("+inf is a number", MERGE, r"x == -kEmptyMax \? kEmptyMax : x;", "x;"),
         ("sums from +0", MERGE, r"return -0.f; \}", "return 0.f; }"),
-        ("NaN of a state without keys", MERGE, r"    if \(lse == kEmptyMax\) return;\n", ""),
+        ("NaN of a state without keys", MERGE, r"if \(lses\[k\] != kEmptyMax\) all", "all"),
         ("rows of no token", MERGE, r"token >= p.tokens \|\| ", ""),
         ("a prefix that is not there", MERGE, r"state == 0 \? token < p.first_tokens : ", ""),
     ],
