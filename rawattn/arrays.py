@@ -156,7 +156,7 @@ def to_device(values: Any, dtype: str, device: int, *, shared: bool = False) -> 
 
 def to_host(x: View) -> np.ndarray[Any, Any]:
     """A copy in host memory; it waits for the device."""
-    return x.array if x.spec.device is None else x.array.get()
+    return x.array if isinstance(x.array, np.ndarray) else x.array.get()
 
 
 def dtype_name(name: str, dtype: Any) -> str:

@@ -76,6 +76,7 @@ def test_roofline_draws_rows_under_its_roofs(run: Any, tmp_path: Path) -> None:
     (tmp_path / "y.csv").write_text("a,b\n1,2\n")
     for wrong, words in (
         (f"{line} --rows {tmp_path}/y.csv", "has no column gpu"),
+        (f"{line} --rows {tmp_path}/z.csv", "z.csv': accepted are CSV files, and there is none"),
         (f"{line.replace('H200', 'A100')} --rows {rows}", "has no row of NVIDIA A100"),
         (line.replace("H200", "all"), "accepted is one device"),
     ):

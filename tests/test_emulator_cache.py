@@ -17,6 +17,7 @@ from hypothesis import given, settings
 import rawattn
 from rawattn.problem import CacheLayout
 from rawattn.reference_paged import BlockSparse, slots
+from rawattn.settings import Settings
 from rawattn.testing.closeness import bounds, ulp
 from rawattn.testing.ops import expected
 from rawattn.testing.paged_cases import PagedCase, PagedLimits
@@ -282,6 +283,17 @@ def test_new_values_narrower_than_a_piece(dtype: str, value_dim: int) -> None:
         new=1,
     )
     law_paged_matches_reference(emulated_op("paged_v1"), case)
+
+
+def test_tables_of_a_gpu_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "read", lambda: Settings(backend=None, check=True))
+    q, cache = np.ones((1, 1, 2, 64), np.float16), np.ones((4, 16, 2, 64), np.float16)
+    call = {"cache_seqlens": np.array([20], np.int32), "block_table": np.array([[1, 2]], np.int32)}
+    with emulated():  # forgets kinds of calls before and after
+        rawattn.flash_attn_with_kvcache(q, cache, cache, **call)
+        call["block_table"][0, 1] = 9
+        with pytest.raises(ValueError, match=r"block_table\[0, 1\] is 9: accepted are 0 to 3"):
+            rawattn.flash_attn_with_kvcache(q, cache, cache, **call)
 
 
 SPARSE = [

@@ -44,8 +44,11 @@ def points(path: Path, device: Device) -> list[Point]:
     """Points of a CSV file of the bench; the newest row of each candidate and case counts. What
     only moves bytes has none, nor has another form of a case, "fwd_sm90 (dense)".
 
-    ValueError where the file lacks a column, or holds rows of other GPUs alone.
+    ValueError where there is no such file, where it lacks a column, or holds rows of other GPUs
+    alone.
     """
+    if not path.is_file():
+        raise ValueError(f"rows={str(path)!r}: accepted are CSV files, and there is none")
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
