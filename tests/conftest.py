@@ -110,12 +110,14 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:  #
     target = config.getoption("record")
     if target:
         stats = Counter({key: len(reports) for key, reports in terminalreporter.stats.items()})
+        skips = terminalreporter.stats.get("skipped", [])
         Path(target).write_text(
             json.dumps(
                 {
                     "passed": stats["passed"],
                     "failed": stats["failed"] + stats["error"],
                     "skipped": stats["skipped"],
+                    "why_skipped": Counter(r.longrepr[2].removeprefix("Skipped: ") for r in skips),
                     "laws": {
                         n: {"examples": r.examples, "worst": r.worst} for n, r in records.items()
                     },

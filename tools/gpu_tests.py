@@ -86,7 +86,8 @@ def status() -> str:
     sanitizer = ", ".join(f"{k} {v}" for k, v in record.get("sanitizer", {}).items())
     return (
         f"GPU record: {found}. {record['gpu']}, {record['date']}: "
-        f"{tests.get('passed', 0)} tests passed, {tests.get('failed', 0)} failed; "
+        f"{tests.get('passed', 0)} tests passed, {tests.get('failed', 0)} failed, "
+        f"{tests.get('skipped', 0)} skipped; "
         f"{laws.get('examples', 0)} examples of laws, {laws.get('failed', 0)} laws failed; "
         f"outputs of {record.get('outputs', {}).get('problems', 0)} problems; "
         f"sanitizer: {sanitizer or 'not run'}"
@@ -146,7 +147,7 @@ def pytest(*arguments: str, **environment: str) -> Record:
             env={**os.environ, **environment},
             check=False,
         ).returncode
-        record: Record = {"passed": 0, "failed": 0, "skipped": 0, "laws": {}}
+        record: Record = {"passed": 0, "failed": 0, "skipped": 0, "why_skipped": {}, "laws": {}}
         if file.is_file():
             record = json.loads(file.read_text())
     if not record["failed"] and (code or not record["passed"]):
@@ -157,7 +158,7 @@ def pytest(*arguments: str, **environment: str) -> Record:
 def run_pytest() -> Record:
     """Every GPU test but the laws, one after the other: some of them measure time."""
     record = pytest("--ignore=tests/test_laws.py")
-    return {key: record[key] for key in ("passed", "failed", "skipped", "seconds")}
+    return {key: record[key] for key in ("passed", "failed", "skipped", "why_skipped", "seconds")}
 
 
 def run_laws(examples: int) -> Record:
