@@ -59,3 +59,20 @@ def paged(**changes: Any) -> dict[str, Any]:
         "block_table": np.array([[1, 2, 3], [4, 5, 0]], I32),
         **changes,
     }
+
+
+def vllm(**changes: Any) -> dict[str, Any]:
+    """The arguments of a good call of `paged_attention_v1`, with changes."""
+    return {
+        "out": None,
+        "query": zeros(2, 4, 16),
+        "key_cache": zeros(6, 2, 4, 8, 4),
+        "value_cache": zeros(6, 2, 16, 8),
+        "num_kv_heads": 2,
+        "scale": 0.25,
+        "block_tables": np.array([[1, 2, -1], [4, 5, 0]], I32),
+        "seq_lens": np.array([9, 24], I32),
+        "block_size": 8,
+        "max_seq_len": 24,
+        **changes,
+    }

@@ -20,6 +20,7 @@ from rawattn.device import Device
 from rawattn.params import Params
 from rawattn.plan import merge
 from rawattn.reference_paged import rotated
+from tests import refusals
 from tests.refusals import I32, VALUE, Bad, name_of, refuses
 from tools.emulator.api import emulated
 from tools.emulator.attention import attention
@@ -142,19 +143,13 @@ def test_new_tokens_of_no_sequence() -> None:
 
 
 def vllm(**changes: Any) -> dict[str, Any]:
-    return {
-        "out": None,
+    """A good call that has numbers, with changes."""
+    numbers = {
         "query": normal(2, 4, 16),
         "key_cache": normal(6, 2, 4, 8, 4),
         "value_cache": normal(6, 2, 16, 8),
-        "num_kv_heads": 2,
-        "scale": 0.25,
-        "block_tables": np.array([[1, 2, -1], [4, 5, 0]], I32),
-        "seq_lens": np.array([9, 24], I32),
-        "block_size": 8,
-        "max_seq_len": 24,
-        **changes,
     }
+    return refusals.vllm(**{**numbers, **changes})
 
 
 WITHOUT_EFFECT: Bad = [
