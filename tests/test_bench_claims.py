@@ -170,13 +170,13 @@ def test_compiling_a_config_takes_seconds(
 
 
 def fp16_rows() -> list[Row]:
-    """fp16 takes 2 % longer, at 256 1/16, FlashAttention-3's as much more at 4 k."""
+    """fp16 takes 2 % longer, at 256 1/16, FlashAttention-3's 2/3 at 4 k."""
     found = []
     for case in FP16:
         us = 102.0 if case.problem.head_dim < 256 else 106.25
         found += cell(case, fwd_sm90=us, twin=100.0, fa3=150.0)
         if case.twin_peers:
-            found += cell(case, fa3_bf16=125.0)
+            found += cell(case, fa3_bf16=90.0)
     return found
 
 
@@ -219,7 +219,7 @@ def test_the_table_of_two_forms_has_each_head_size_and_the_peer_s_cells() -> Non
         "0.941 (d256-full-s512-fp16)",
         "0.941 (d256-causal-s16384-fp16)",
     ]
-    assert lines[2][4] == "0.967" and lines[7][4] == "0.833"
+    assert lines[2][4] == "0.967" and lines[7][4] == "0.600"
     assert twins.table([], OURS) == []
 
 

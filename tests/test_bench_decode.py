@@ -205,29 +205,35 @@ def test_a_sum_of_words_is_modulo_2_to_the_32() -> None:
     assert check.error_ratio(np.array([10, 13], np.uint64)) == np.inf
 
 
-def test_a_sum_moves_the_bytes_of_merging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thirds are read, and every word is added."""
+def test_the_floor_moves_the_bytes_of_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy writes half of them; a sum a third, and it adds every word."""
     launched = {}
 
     def kernel(text: str, name: str, options: tuple[str, ...]) -> Any:
+        pieces = int(dict(option[2:].split("=") for option in options)["PIECES"])
+
         def launch(grid: Any, block: Any, arguments: Any) -> None:
             first, second, total, words = arguments
             total[:] = first + second
-            launched.update(threads=grid[0] * block[0], words=int(words), bytes=3 * total.nbytes)
+            launched.update(room=grid[0] * block[0] * pieces, words=int(words))
 
-        launched["pieces"] = int(dict(o[2:].split("=") for o in options)["PIECES"])
         return launch
 
-    fake = types.SimpleNamespace(RawKernel=kernel, empty_like=np.empty_like, int64=np.int64)
+    fake = types.ModuleType("cupy")
+    stream = types.SimpleNamespace(get_current_stream=lambda: None)
+    vars(fake).update(vars(np) | {"RawKernel": kernel, "cuda": stream})
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    p = merge_case(512, "bfloat16").problem
-    third = np.arange(roofline.work(p).bytes // 12, dtype=np.uint32)
-    found = bandwidth.add_candidate(third, 3 * third)
-    assert found.expected.error_ratio(found.run()) == 0
-    assert found.expected.error_ratio(third) == np.inf
-    assert launched["bytes"] == roofline.work(p).bytes == 3 * 16 * launched["words"]
-    assert 0 <= launched["threads"] * launched["pieces"] - launched["words"] < 1024
-    assert bandwidth.add_candidate(third, third).backend in MERGE.peers
+    p = replace(merge_case(16, "bfloat16").problem, heads=8, head_dim=8)
+    bytes_moved = roofline.work(p).bytes
+    suite = replace(MERGE, backend="reference", peers=("copy", "add"))
+    _, found = merge.bind(suite, Case(id="x", problem=p))
+    _, copy, add = found
+    assert [c.backend for c in found] == ["reference", "copy", "add"]
+    assert 2 * copy.expected.bits.nbytes == bytes_moved
+    total = add.run()
+    assert add.expected.error_ratio(total) == 0 and add.expected.error_ratio(0 * total) == np.inf
+    assert 3 * total.nbytes == bytes_moved == 3 * 16 * launched["words"]
+    assert 0 <= launched["room"] - launched["words"] < 1024
 
 
 def test_a_candidate_may_bring_what_its_own_output_must_be(
