@@ -120,4 +120,6 @@ def words(facet: str, value: str) -> str:
     """A value of a facet, as a title has it."""
     if facet == "mask":
         return {"none": "no mask"}.get(value, value)
+    if facet == "type":
+        return value
     return f"{value} heads" if facet == "heads" else f"{facet} {value}"

@@ -49,16 +49,19 @@ def dense(
 
 
 def fp16(head_dim: int, causal: bool, length: int) -> Case:
-    """The same in fp16. At 4 k beside every peer, and FlashAttention-3 in bf16 too, so that its own
-    ratio of the two is of the same run as ours; elsewhere beside FlashAttention-3 alone.
+    """The same in fp16. At 4 k beside every peer, two of them in bf16 too, so that their ratio of
+    the types is of the same run as ours.
+
+    Among these peers FlashAttention-2 draws little power. Without it all share the low clock that
+    the average of them leaves, and what fp16 draws more is not in its own time.
     """
     case, every = dense(head_dim, causal, length), length == 4096
     return Case(
         id=f"{case.id}-fp16",
         problem=replace(case.problem, dtype="float16"),
         all_peers=every,
-        peers=None if every else ("fa3",),
-        twin_peers=("fa3",) if every else (),
+        peers=None if every else ("fa3", "cudnn", "fa2"),
+        twin_peers=("fa3", "cudnn") if every else (),
     )
 
 

@@ -124,15 +124,14 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
     with plt.rc_context(STYLE):
         wide = 2 if len(kinds) == 4 else min(COLUMNS, len(kinds))
         rows = math.ceil(len(kinds) / wide)
-        figure, grid = plt.subplots(
-            rows, wide, figsize=(3.6 * wide, 2.9 * rows), sharey=True, squeeze=False
-        )
+        size = 3.6 * wide, 2.9 * rows
+        figure, grid = plt.subplots(rows, wide, figsize=size, sharey=True, squeeze=False)
         panels = list(grid.flat)
         order = _by_column(len(kinds), facets, list(kinds))
         for place, labels in enumerate(order):
             _panel(panels[place], suite, kinds[labels], by_compute)
             title = ", ".join(words(f, x) for f, x in zip(facets, labels, strict=True))
-            panels[place].set_title(textwrap.fill(title, 54), fontsize=8.5)
+            panels[place].set_title(textwrap.fill(title, 48), fontsize=8.5)
         for panel in panels[len(order) :]:
             panel.set_visible(False)
         figure.supylabel("TFLOP/s" if by_compute else "GB/s of least bytes", fontsize=10)
@@ -141,7 +140,7 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
         gpu = cells[0][suite.backend].gpu
         _peak(panels[: len(order)], Device.named(gpu), by_compute)
         figure.suptitle(f"{suite.name} on {gpu}: higher is faster", fontsize=12)
-        figure.tight_layout()
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.2 / size[1]))  # below the title
         _legend(figure, suite, cells, {row.backend for row in load(source)})
         save(figure, path, **text)
 

@@ -185,8 +185,8 @@ def test_fp16_is_measured_beside_bf16_everywhere() -> None:
     for case, bf16 in zip(FP16, TABLE, strict=True):
         assert case.id == f"{bf16.id}-fp16" and not case.quick
         every = case.problem.max_q == 4096
-        assert FWD_SM90.peers_of(case) == (FWD_SM90.peers if every else ("fa3",))
-        assert case.twin_peers == (("fa3",) if every else ())
+        assert FWD_SM90.peers_of(case) == (FWD_SM90.peers if every else ("fa3", "cudnn", "fa2"))
+        assert case.twin_peers == (("fa3", "cudnn") if every else ())
 
 
 def test_pairs_are_of_one_group_and_say_what_differs() -> None:
