@@ -93,7 +93,7 @@ def _fp16(results: Path) -> str:
 def _merging(results: Path) -> str:
     """Microseconds of merging, of others, and of what moves as many bytes."""
     suite = SUITES["merge"]
-    heads = ["case", suite.backend, *map(name, suite.peers)]
+    heads = ["case", suite.backend, *map(name, suite.peers), "vLLM / plain sum"]
     parts = []
     for _, rows in _measured(suite, results):
         lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
@@ -101,7 +101,9 @@ def _merging(results: Path) -> str:
             if (ours := group.get(suite.backend)) is None:
                 continue
             times = [_beside(group.get(other), ours) for other in suite.peers]
-            lines.append([case, f"{ours.p50_us:.2f}", *times])
+            most = [group[other].p50_us for other in ("vllm", "add") if other in group]
+            share = f"{most[0] / most[1]:.3f}" if len(most) == 2 else "-"
+            lines.append([case, f"{ours.p50_us:.2f}", *times, share])
         told = "Microseconds, and as a multiple of ours; medians of interleaved launches"
         parts.append(f"{_table(lines)}\n{told}, {rows[-1].gpu}. {_code(rows)}.\n")
     return "\n".join(parts)

@@ -238,7 +238,11 @@ def test_pages_have_the_two_forms_and_the_floor(tmp_path: Path) -> None:
     merged = {"case": "bfloat16-t512", "max_q": 512}
     rows = [row("merge", 8.0, peer_version="", **merged), row("add", 6.0, **merged)]
     append(results / "nvidia-h200" / "merge.csv", rows)
-    assert "| bfloat16-t512 | 8.00 | - | - | 6.00, 0.750 |" in table.markdown(table.MERGE, results)
+    line = "| bfloat16-t512 | 8.00 | - | - | 6.00, 0.750 | - |"
+    assert line in table.markdown(table.MERGE, results)
+    append(results / "nvidia-h200" / "merge.csv", [row("vllm", 7.5, **merged)])
+    line = "| bfloat16-t512 | 8.00 | 7.50, 0.938 | - | 6.00, 0.750 | 1.250 |"
+    assert line in table.markdown(table.MERGE, results)
 
 
 def test_fp16_is_drawn_where_there_are_lines(
