@@ -69,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(
   }
 }
 """
-ADD_SHAPE = (2, 256)  # pieces of a thread, threads of a block
+# Pieces of a thread, threads of a block. Of 13 shapes none took 1 % less for 512, 4096 or 16384
+# tokens of 32 x 128; a grid of as many blocks as fit, which go on to further words, 1 to 5 % more.
+ADD_SHAPE = (2, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
