@@ -41,6 +41,7 @@ struct RowPlace {
   float* lse;  // nullptr: not wanted
   float sink_log2, v_scale;
 
+  RowPlace() = default;
   __device__ __forceinline__ RowPlace(const DecodeSplitParams& p, const RowBlock<C>& rows, int row)
       : lse(p.lse), sink_log2(kEmptyMax), v_scale(1.f) {
     const int query = rows.query(p, row);

@@ -17,6 +17,7 @@
 
 #include "decode_out.cuh"
 #include "decode_sm90_warpgroup.cuh"
+#include "parts.cuh"
 #include "pipeline_sm90.cuh"
 
 template <class C>
