@@ -42,7 +42,7 @@ from rawattn.settings import Settings, forced_backend
 
 def operation(names: PagedArrays, words: Any) -> Operation:
     """The operation of a function that calls its arrays and its options so."""
-    made = paged_operation(names, words, table=True)
+    made = paged_operation(names, words, table=True, stated=("common_prefix_len",))
     return replace(made, resolve=functools.partial(resolve, names), result=_result)
 
 

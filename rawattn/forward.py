@@ -120,6 +120,15 @@ class Prepared:
             return self._result
         return _run(arrays, Options(*options), self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """TypeError: what is packed are addresses, and a copy would not be the owner of what lies
+        there.
+        """
+        raise TypeError(
+            "a prepared call holds addresses of this process: it is neither pickled nor copied; "
+            "accepted is rawattn.prepare where it is to run"
+        )
+
     def check(self, call: Call, options: Options) -> None:
         """ValueError where a call is not the one that was prepared."""
         if call is not self._call:

@@ -21,6 +21,7 @@ PAGED_ATTENTION = operation(
     WORDS._replace(softmax_scale="scale", max_seqlen_k="max_seq_len"),
     one_query=True,
     table=True,
+    stated=("softmax_scale", "num_kv_heads", "block_size", "max_seqlen_k"),
 )
 
 
@@ -86,16 +87,18 @@ def paged_attention_v1(
         multiply. Caches of fp8 are arrays of uint8 or of ml_dtypes' type.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(num_kv_heads,)`
         1.0 where the cache holds the dtype of `query`; else above 0, a float from 1e-18 to 1e18.
+        None is refused: 1.0 scales nothing.
     tp_rank : int
-        Which rank of a tensor-parallel group this is, where attention is block-sparse: its offsets
-        depend on it.
+        Which rank of a tensor-parallel group this is, where attention is block-sparse and heads
+        slide: its offsets depend on it.
     blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, \
 blocksparse_head_sliding_step : int
         With a stride of 2 or more a head sees, in blocks of `blocksparse_block_size` keys (a
         multiple of `block_size`), the last `blocksparse_local_blocks` blocks, and block ``b`` where
         ``b + 1 + (tp_rank * num_heads + head) * step`` is a multiple of the stride; with a negative
-        step the KV head and its number count instead. With a stride of 0 or 1 all keys are seen,
-        and the other arguments have to be left at their defaults.
+        step the KV head and its number count instead. With a step of 0 `tp_rank` has to be 0. With
+        a stride of 0 or 1 all keys are seen, and the other arguments have to be left at their
+        defaults.
     dtype, stream, backend, plan, workspace
         As in `flash_attn_with_kvcache`.
 

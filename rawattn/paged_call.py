@@ -64,11 +64,12 @@ def operation(
     *,
     one_query: bool = False,
     table: bool = False,
+    stated: tuple[str, ...] = (),
 ) -> Operation:
     """The operation of a function that calls its arrays and its options so.
 
     `one_query`: q and out are (batch, q_heads, head size), one query each. `table`: no call lacks a
-    block table, and lengths.
+    block table, and lengths. `stated`: options that no call lacks.
     """
     required = ("q", "k_cache", "v_cache", *(("block_table", "seqused_k") if table else ()))
     typed = {"q", "tmp_out", "k_cache", "v_cache", "out", "k", "v"}
@@ -79,7 +80,7 @@ def operation(
         options=PagedOptions,
         typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),
         outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),  # caches: `check_tables`
-        plain=functools.partial(plain, words),
+        plain=functools.partial(plain, words, stated=stated),
         dtype=lambda options: options.dtype,
         resolve=functools.partial(resolve, names, one_query),
         result=paged_result,
