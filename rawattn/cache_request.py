@@ -41,7 +41,7 @@ def array_or_number(scale: Any, default: float | None = 1.0) -> tuple[Any, Any]:
     """A scale, as an array or None, and as a number, which beside an array has a default. None is
     neither, and refused where a number is checked.
     """
-    if scale is None or type(scale) is float or isinstance(scale, numbers.Real):
+    if type(scale) is float or scale is None or isinstance(scale, numbers.Real):
         return None, scale
     return scale, default
 

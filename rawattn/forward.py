@@ -80,7 +80,8 @@ class Prepared:
     It keeps the arrays alive that it was prepared with, and takes options that equal its own. On
     the very same objects a call, or `run`, costs little more than its launch, and what another
     library has queued on them is not waited for; on other arrays with the same shapes, strides,
-    dtypes and device it costs what it costs without a plan.
+    dtypes and device it costs what it costs without a plan. It is of its process: pickling or
+    copying it is a TypeError.
     """
 
     def __init__(self, arrays: Fields, options: Fields) -> None:
