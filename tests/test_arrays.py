@@ -91,6 +91,15 @@ def test_other_kinds_are_refused(x: Any) -> None:
         view("k", x)
 
 
+def test_a_tracer_says_where_to_call() -> None:
+    tracer = type("DynamicJaxprTracer", (), {})()
+    with pytest.raises(TypeError, match=r"JAX's jit, grad and vmap trace, .*: call outside"):
+        view("q", tracer)
+    with pytest.raises(TypeError) as caught:
+        view("q", [1.0])
+    assert "JAX" not in str(caught.value)
+
+
 def test_dlpack_in_host_memory() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     seen = view("v", Producer(x))
