@@ -35,7 +35,8 @@ SHAPE = (
     "--softcap", "--alibi", "--sink", "--varlen",
 )
 # fmt: on
-ATTENTION = ("--split", "--append", "--rotary", "--tree", "--csr", "--leftpad", "--prefix")
+WITHOUT_PREFIX = ("--append", "--rotary", "--tree", "--csr", "--leftpad")
+ATTENTION = ("--split", "--prefix", *WITHOUT_PREFIX)
 PAGED = ("--page", "--cache-dtype", "--copy-blocks", *ATTENTION)
 CALL = ("--backend", "--cache", "--merge", "--output-scale", *PAGED)
 SCORES = ("--causal", "--window", "--softcap", "--alibi", "--sink", "--varlen")
@@ -47,7 +48,7 @@ CALLS = (
     ("with", "--merge", ("--k-len", "--kv-heads", "--value-dim", *SCORES, "--cache", *PAGED)),
     ("with", "--copy-blocks", ("--batch", "--q-len", "--k-len", *SCORES, *ATTENTION)),
     ("with", "--leftpad", ("--page", "--csr")),
-    ("with", "--prefix", ("--window", "--alibi", *ATTENTION[1:-1])),
+    ("with", "--prefix", ("--window", "--alibi", *WITHOUT_PREFIX)),
 )
 # The same of all commands.
 UNUSED = (

@@ -274,6 +274,7 @@ def test_a_step_before_attention_that_nobody_takes(
         ("compile --all --merge 2", "--merge: says nothing with --all"),
         ("compile --merge 2 --cache NHD", "--cache: says nothing with --merge"),
         ("compile --merge 2 --batch 0", "batch=0, q_len=4096: accepted are problems with"),
+        ("plan --merge 3 --output-scale", "merge=3: with --output-scale accepted is 2"),
         ("plan --output-scale", "--output-scale: says nothing without --merge"),
         ("plan --merge 2 --dtype int8", "dtype='int8': accepted are float16"),
         ("plan --merge 2 --backend fast", "backend='fast': accepted are merge, reference"),

@@ -60,7 +60,12 @@ def _one_step(
 
 
 def _merge(args: Namespace) -> Call:
-    """`merge_states`, of two states also `merge_attn_states`: they launch the same."""
+    """`merge_states`, of two states also `merge_attn_states`: they launch the same.
+
+    ValueError for an output scale, which the latter alone has, of another number.
+    """
+    if args.output_scale and args.merge != 2:
+        raise ValueError(f"merge={args.merge}: with --output-scale accepted is 2")
     dtype, rows = dtype_name("dtype", args.dtype), (args.batch * args.q_len, args.heads)
     names = MergeArrays(*MergeArrays._fields)
     specs = names._replace(
