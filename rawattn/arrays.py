@@ -184,6 +184,16 @@ def share_memory(a: View, b: View) -> bool:
     return np.may_share_memory(_places(a), _places(b), max_work=effort)
 
 
+def check_writable(name: str, given: Any, found: View) -> None:
+    """ValueError for an output that may not be written: `given` as it came, and its view."""
+    if isinstance(found.array, np.ndarray):
+        writable = found.array.flags.writeable
+    else:  # CuPy's arrays do not say; those of JAX never change
+        writable = not type(given).__module__.startswith("jax")
+    if not writable:
+        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+
+
 def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
     """ValueError unless the array is aligned, its last axis contiguous, and no stride below 0.
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import host, launch
-from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
+from rawattn.arrays import Spec, SpecKey, View, check_writable, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.params import row_strides
 from rawattn.plan import BACKENDS, Plan, plan
@@ -251,10 +251,9 @@ def views_of(arrays: Fields, dtype: str | None) -> list[View | None]:
         None if alibi_slopes is None else view("alibi_slopes", alibi_slopes),
         None if sink is None else view("sink", sink),
     ]
-    for name, x in (("out", views[3]), ("lse", views[4])):
-        array = x and x.array
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    for name, given, found in (("out", out, views[3]), ("lse", lse, views[4])):
+        if found is not None:
+            check_writable(name, given, found)
     return views
 
 

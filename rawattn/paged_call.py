@@ -55,6 +55,7 @@ OUT, LSE = (PagedArrays._fields.index(name) for name in ("out", "lse"))
 SCRATCH = [PagedArrays._fields.index(name) for name in ("exp_sum", "max_logits", "tmp_out")]
 WORKSPACE = PagedArrays._fields.index("workspace")
 CACHES = frozenset(PagedArrays._fields.index(name) for name in ("k_cache", "v_cache"))
+NEW = PagedArrays._fields.index("k")
 PARAMS = 16  # the first fields of PagedArrays are the pointers of PagedParams
 
 
@@ -79,7 +80,8 @@ def operation(
         words=words,
         options=PagedOptions,
         typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),
-        outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),  # caches: `check_tables`
+        outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),
+        grows=(CACHES, NEW),
         plain=functools.partial(plain, words, stated=stated),
         dtype=lambda options: options.dtype,
         resolve=functools.partial(resolve, names, one_query),

@@ -338,6 +338,15 @@ def test_interface_and_its_stream(queued: list[tuple[str, int, int]]) -> None:
     assert alive() is not None, "a view keeps the memory alive"
 
 
+@pytest.mark.usefixtures("queued")
+def test_arrays_of_jax_are_no_outputs() -> None:
+    """CuPy's arrays do not say that what they are views of never changes."""
+    kept, jax = Interface(), type("ArrayImpl", (Interface,), {"__module__": "jaxlib._jax"})()
+    arrays.check_writable("out", kept, view("out", kept))
+    with pytest.raises(ValueError, match="out is read-only: accepted is an array that can be wri"):
+        arrays.check_writable("out", jax, view("out", jax))
+
+
 @pytest.mark.parametrize("stream", [None, 77])
 def test_interface_with_nothing_to_wait_for(
     queued: list[tuple[str, int, int]], stream: int | None
