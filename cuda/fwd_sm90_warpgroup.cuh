@@ -190,9 +190,10 @@ struct FwdSm90Warpgroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
-      float row_lse;
       softmax.sum[0][half] = quad_sum(softmax.sum[0][half]);
-      softmax.finish(0, half, sink_log2, factor[half], row_lse);
+      const FinishedRow end = softmax.finish(0, half, sink_log2);
+      factor[half] = end.factor();
+      const float row_lse = end.lse();
       if (lse != nullptr && lane() % 4 == 0 && thread_row < t.q_len) lse[thread_row] = row_lse;
     }
   }
