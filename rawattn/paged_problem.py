@@ -20,6 +20,7 @@ ITEMSIZES = {
     "float8_e5m2": 1,
     "int8": 1,
 }
+PARTITION = 512  # keys of a part, as PagedAttention v2 defines it
 
 
 class PageTable(enum.Enum):

@@ -21,7 +21,7 @@ from rawattn.forward import LOG2_E
 from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable, Scale
 from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
-from rawattn.reference_paged import gather_cache, slots
+from rawattn.reference_paged import gather_cache, slots, tree_seen
 from rawattn.testing import Case as PackedCase
 from rawattn.testing import Record, Tensors, expected
 from rawattn.testing.closeness import Expected, assert_within, bounds
@@ -232,12 +232,8 @@ class Call:
         assert self.tree is not None
         rows = self.tree.reshape(-1, self.tree.shape[-1])
         first = np.cumsum([0, *self.case.queries])
-        found = []
-        for b, (q_len, k_len) in enumerate(zip(self.case.queries, self.case.k_lens, strict=True)):
-            seen = np.ones((q_len, k_len), bool)
-            seen[:, k_len - q_len :] = rows[first[b] : first[b] + q_len, :q_len]
-            found.append(seen)
-        return found
+        lens = zip(first[:-1], self.case.queries, self.case.k_lens, strict=True)
+        return [tree_seen(rows[row:], q_len, k_len) for row, q_len, k_len in lens]
 
     # ---- the kernel ----
 

@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from rawattn.cache_request import CACHE_DTYPES
 from rawattn.problem import CacheLayout
 from rawattn.reference import merge_states
 from rawattn.reference_paged import quantized, slots
@@ -20,7 +21,7 @@ from rawattn.testing.closeness import ulp
 from rawattn.testing.inputs import CANARY, POISON, Array, Placed, to_host
 
 Call = Callable[..., Any]
-EIGHT_BIT = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2", "int8": "int8"}
+WORDS = {dtype: word for word, dtype in CACHE_DTYPES.items()}  # dtype: kv_cache_dtype
 
 
 # ---- storing tokens ------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class WriteCase:
 def write_cases(draw: DrawFn, dtypes: tuple[str, ...]) -> WriteCase:
     """One case, odd sizes among them."""
     layout = draw(st.sampled_from([layout.value for layout in CacheLayout]))
-    cache_dtype = draw(st.sampled_from(("same", "same", *EIGHT_BIT)))
+    cache_dtype = draw(st.sampled_from(("same", "same", *WORDS)))
     dtype = draw(st.sampled_from(dtypes))
     x = 16 // (1 if cache_dtype != "same" else np.dtype(dtype).itemsize)
     dims = st.sampled_from((64, 128, 80)) | st.integers(1, 20)
@@ -109,7 +110,7 @@ def law_written_is_read(calls: tuple[Call, Call], xp: Any, case: WriteCase) -> N
     quantization: tuple[Any, ...] = ()
     if c.cache_dtype != "same":
         given = [xp.asarray(s) if c.by_head else float(s[0]) for s in scales]
-        quantization = EIGHT_BIT[c.cache_dtype], *given
+        quantization = WORDS[c.cache_dtype], *given
     arguments = (*(x.view for x in placed), *caches, xp.asarray(where), *quantization)
     if layout is CacheLayout.X_MAJOR:
         calls[0](*arguments)
