@@ -11,6 +11,7 @@ from rawattn.device import SMEM_KB, Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan import decode_sm90, paged_v2
 from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, Part, TensorMap, refuses_device
+from rawattn.plan.decode_sm90 import BOX
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import DecodeSplit
 
@@ -20,7 +21,6 @@ WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as register
 # Bytes in flight an SM that we aim at. More were 1 to 2 % slower at size and no faster at batch 1
 # (H200, 2026-11-30).
 IN_FLIGHT = 128 * 1024
-BOX = 16  # tokens of a tensor copy; they do not cross pages
 SPLIT_STEP = 64  # a fixed split is a multiple of this, as this is of any Config.unit
 # Blocks of a cluster that shares a segment, where all segments are on the GPU at a time: 1 to 3 us
 # less (H200, 2026-11-30). A cluster needs SMs of one GPC, and 16 of 8 blocks, or 32 of 4, did not
