@@ -6,7 +6,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rawattn.arrays import DTYPES, Spec, contiguous, dtype_name
-from rawattn.cache_request import EIGHT_BIT, cache_choice
+from rawattn.cache_request import CACHE_DTYPES, cache_choice
 from rawattn.cli.flags import k_len
 from rawattn.paged_call import Request, accepted
 from rawattn.paged_request import FIELDS, WORDS, PagedArrays, PagedOptions, plain
@@ -15,7 +15,7 @@ from rawattn.paged_request import FIELDS, WORDS, PagedArrays, PagedOptions, plai
 def request(args: Namespace) -> Request:
     """The call with contiguous arrays; raises what `flash_attn_with_kvcache` raises."""
     dtype = dtype_name("dtype", args.dtype)
-    stored = EIGHT_BIT.get(cache_choice(args.cache_dtype), dtype)
+    stored = CACHE_DTYPES.get(cache_choice(args.cache_dtype), dtype)
     heads = args.heads if args.kv_heads is None else args.kv_heads
     sizes = args.head_dim, args.head_dim if args.value_dim is None else args.value_dim
     x = 16 // DTYPES[stored].itemsize
