@@ -21,8 +21,8 @@
 
 template <class C>
 struct DecodeSm90Smem {
-  // Else a slot could be in either warpgroup's turn, which then might wait for a phase of it that is
-  // two ahead.
+  // Else a slot could be in either warpgroup's turn, which then might wait for a phase of it that
+  // is two ahead.
   static_assert(C::stages % 2 == 0, "each warpgroup has its slots");
   using Warpgroup = DecodeSm90Warpgroup<C>;
   // Columns of a row of sums, its max and sum, those of both warpgroups, and padding: 8 floats more
@@ -52,8 +52,8 @@ __device__ __forceinline__ void meet(DecodeSm90Smem<C>& smem, DecodeSm90Meeting 
 
 // ---- The warps that bring keys and values ----
 
-// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a warp
-// has the same of every unit, since it issues them one after the other.
+// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a
+// warp has the same of every unit, since it issues them one after the other.
 template <class C>
 struct DecodeSm90Loader {
   static constexpr int kBoxes = C::unit / 16;
@@ -151,8 +151,8 @@ struct RowSum {
 
   __device__ __forceinline__ RowSum() : out{}, max(kEmptyMax), sum(0.f) {}
 
-  // Adds the first `count` of kSources: read(source, group) and read_stats(source). All reads are in
-  // flight together.
+  // Adds the first `count` of kSources: read(source, group) and read_stats(source). All reads are
+  // in flight together.
   template <int kSources, class Read, class ReadStats>
   __device__ __forceinline__ void add(int count, const Read& read, const ReadStats& read_stats) {
     float4 x[kSources][kGroups];
@@ -346,17 +346,6 @@ __device__ __forceinline__ bool begin_walk(const DecodeSplitParams& p, const Blo
   }
 }
 
-// The part after it; false: there is none, as in a cluster, which has a whole segment.
-template <class C>
-__device__ __forceinline__ bool next_walk(const DecodeSplitParams& p, const BlockPlace& at,
-                                          Walk<C>& walk) {
-  if constexpr (C::cluster > 1) {
-    return false;
-  } else {
-    return walk.next(p, at);
-  }
-}
-
 // Units of a part are dealt out to the blocks of a cluster, and there to the warpgroups.
 template <class C>
 __device__ __forceinline__ int block_rank() {
@@ -379,7 +368,7 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
                           ? ahead
                           : loader.read_page(walk.batch, first, walk.k_len);
     loader.load(walk, at.kv_head(p, walk.line), first, pages);
-    more = next_walk(p, at, walk);
+    more = walk.next(p, at);
   }
   if constexpr (C::cluster > 1) {
     if (walk.units > 0) {  // the consumers' two
@@ -390,10 +379,6 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
     }
   }
 }
-
-// Of bounds that are alike in all lanes: lets ptxas know, which else guards every product against
-// divergence.
-__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
 template <class C>
 __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Smem<C>& smem,
@@ -420,7 +405,7 @@ __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Sm
       ring.advance();
     }
     DecodeSm90Merge<C>::finish(p, smem, group, rows, Parts(p, at, walk));
-    more = next_walk(p, at, walk);
+    more = walk.next(p, at);
   }
   write_empty<C>(p);
 }

@@ -16,7 +16,7 @@ from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect, widest
 
-EIGHT_BIT = {  # kv_cache_dtype: dtype
+CACHE_DTYPES = {  # kv_cache_dtype: dtype
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
@@ -34,7 +34,7 @@ def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
 
 def cache_choice(value: Any) -> str:
     """`kv_cache_dtype`, one of the words that it may be."""
-    return choice("kv_cache_dtype", value, ("auto", *EIGHT_BIT))
+    return choice("kv_cache_dtype", value, ("auto", *CACHE_DTYPES))
 
 
 def array_or_number(scale: Any, default: float | None = 1.0) -> tuple[Any, Any]:
@@ -188,8 +188,8 @@ def _axes(layout: CacheLayout) -> tuple[int, int, int]:
 
 def _cache_dtype(name: str, spec: Spec, dtype: str, kv_cache_dtype: str) -> str:
     if kv_cache_dtype != "auto":
-        return EIGHT_BIT[kv_cache_dtype]
-    if spec.dtype in EIGHT_BIT.values():
+        return CACHE_DTYPES[kv_cache_dtype]
+    if spec.dtype in CACHE_DTYPES.values():
         return spec.dtype
     if spec.dtype != dtype:
         hint = "; with kv_cache_dtype= also 8-bit caches" if spec.dtype == "uint8" else ""

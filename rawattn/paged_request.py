@@ -22,7 +22,7 @@ from rawattn.cache_request import (
     natural,
     scale_of,
 )
-from rawattn.paged_problem import PagedProblem, PageTable
+from rawattn.paged_problem import PARTITION, PagedProblem, PageTable
 from rawattn.problem import (
     MAX_LENGTH,
     CacheLayout,
@@ -35,8 +35,6 @@ from rawattn.problem import (
     check_window,
 )
 from rawattn.request import bound, check_one_device, expect, flag, python_bool, result_shapes
-
-PARTITION = 512  # tokens of a part, as PagedAttention v2 defines it
 
 
 class PagedArrays(NamedTuple):

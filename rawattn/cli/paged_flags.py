@@ -6,10 +6,12 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rawattn.arrays import DTYPES, Spec, contiguous, dtype_name
-from rawattn.cache_request import EIGHT_BIT, cache_choice
+from rawattn.cache_request import CACHE_DTYPES, cache_choice
 from rawattn.cli.flags import k_len
 from rawattn.paged_call import Request, accepted
+from rawattn.paged_problem import cache_shapes
 from rawattn.paged_request import FIELDS, WORDS, PagedArrays, PagedOptions, plain
+from rawattn.problem import CacheLayout
 
 
 def request(args: Namespace) -> Request:
@@ -51,17 +53,22 @@ def arguments(args: Namespace) -> tuple[PagedArrays, PagedOptions]:
 
 def caches(args: Namespace, room: int) -> tuple[Spec, Spec]:
     """Caches of keys and of values, with room for so many pages."""
-    stored = EIGHT_BIT.get(cache_choice(args.cache_dtype), dtype_name("dtype", args.dtype))
-    heads, page, x = _kv_heads(args), _page(args), 16 // DTYPES[stored].itemsize
-    sizes = args.head_dim, _value_dim(args)
-    if args.cache == "x-major" and sizes[0] % x:
-        raise ValueError(f"head_dim={sizes[0]}: accepted in x-major caches are multiples of {x}")
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "NHD": [(room, page, heads, size) for size in sizes],
-        "HND": [(room, heads, page, size) for size in sizes],
-        "x-major": [(room, heads, sizes[0] // x, page, x), (room, heads, sizes[1], page)],
-    }
-    k_cache, v_cache = (contiguous(shape, stored, None) for shape in shapes[args.cache])
+    stored = CACHE_DTYPES.get(cache_choice(args.cache_dtype), dtype_name("dtype", args.dtype))
+    x = 16 // DTYPES[stored].itemsize
+    if args.cache == "x-major" and args.head_dim % x:
+        raise ValueError(
+            f"head_dim={args.head_dim}: accepted in x-major caches are multiples of {x}"
+        )
+    shapes = cache_shapes(
+        CacheLayout(args.cache),
+        stored,
+        blocks=room,
+        page=_page(args),
+        kv_heads=_kv_heads(args),
+        head_dim=args.head_dim,
+        value_dim=_value_dim(args),
+    )
+    k_cache, v_cache = (contiguous(shape, stored, None) for shape in shapes)
     return k_cache, v_cache
 
 
