@@ -73,11 +73,21 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
 
 // The next query tile, for one thread.
 template <class C>
-__device__ __forceinline__ FwdSm90Tile take_tile(FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
+__device__ __forceinline__ FwdSm90Tile look_at_tile(const FwdSm90Smem<C>& smem,
+                                                    const Ring<kTileSlots>& ring) {
   wait(smem.tile_ring.full[ring.slot], ring.parity);
-  const FwdSm90Tile t = smem.tile[ring.slot];
+  return smem.tile[ring.slot];
+}
+// Lets the one after it be told.
+template <class C>
+__device__ __forceinline__ void pass_tile(const FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
   arrive(smem.tile_ring.empty[ring.slot]);
   ring.advance();
+}
+template <class C>
+__device__ __forceinline__ FwdSm90Tile take_tile(FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
+  const FwdSm90Tile t = look_at_tile(smem, ring);
+  pass_tile(smem, ring);
   return t;
 }
 
@@ -123,11 +133,13 @@ struct FwdSm90Copies {
   __device__ __forceinline__ void run() {
     FwdSm90Tile behind = {};
     Ring<kTileSlots> tiles;
-    for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+    for (FwdSm90Tile t = look_at_tile(smem, tiles); t.first < t.last; t = look_at_tile(smem, tiles)) {
+      if (t.last - t.first == 1) pass_tile(smem, tiles);
       load_k(t, t.last - 1);
       if (behind.first < behind.last) load_v(behind, behind.first);
       load_q(t);
       for (int n = t.last - 2; n >= t.first; --n) {
+        if (n == t.first) pass_tile(smem, tiles);
         load_k(t, n);
         load_v(t, n + 1);
       }
@@ -199,14 +211,12 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void run() {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
-    FwdSm90Tile next;
     do {
-      next = take();
       pass_values();
       if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
       steps();
-      join(next);
-    } while (next.first < next.last);
+      join();
+    } while (t.first < t.last);
     if (C::pingpong && index == 0) take_turn();  // the one that is left over
   }
 
@@ -352,16 +362,17 @@ struct FwdSm90Consumer {
   // beside the latter, and a single q has the time of the former to arrive. Either may be none: all
   // of a block's tiles begin and end in this one piece of code, because a launch has to fetch all
   // the instructions that it runs (H200, 2026-11-30: 2 to 5 % at 512).
-  __device__ __forceinline__ void join(const FwdSm90Tile& next) {
+  __device__ __forceinline__ void join() {
     typename Warpgroup::Scores s;
     const bool ends = t.first < t.last;
-    const bool begins = next.first < next.last;
     const int old_slot = q.slot;
     take_turn();
     if (ends) {
       start_out();
       q.advance();
     }
+    const FwdSm90Tile next = take();
+    const bool begins = next.first < next.last;
     if (begins) {
       pass_keys(next);
       take_query();
