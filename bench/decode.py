@@ -20,6 +20,7 @@ import rawattn
 from bench import bandwidth, decode_check
 from bench.candidates import peer_candidates, plan_text
 from bench.check import Expected
+from bench.facets import CEILINGS
 from bench.measure import Candidate
 from bench.suite import Case, Lengths, Suite
 from rawattn.arrays import DTYPES
@@ -151,7 +152,7 @@ def bind(suite: Suite, case: Case) -> tuple[DecodeTensors, list[Candidate]]:
         expected = other.expected(twin, cupy)
         name = f"{suite.backend} ({label})"
         found.append(prepared_candidate(suite.backend, name, other, expected))
-    peers = peer_candidates([n for n in suite.peers if n != "read"], case, t, PEERS)
+    peers = peer_candidates([n for n in suite.peers if n not in CEILINGS], case, t, PEERS)
     read = bandwidth.read_candidate(t.k_cache, t.v_cache)
     return t, [c for c in (*found, *peers, read) if c is not None]
 

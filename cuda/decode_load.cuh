@@ -4,7 +4,7 @@
 
 #include "decode_load_unaligned.cuh"
 
-// The loads of one warp, which has a ring of stages: each holds the keys and the values of one unit.
+// The loads of one warp, which has a ring of stages: each holds the keys and values of one unit.
 // They run ahead of the arithmetic, across parts, so memory never waits for a merge. Page ids are
 // read a *run* of units at a time, each lane another one, and a run ahead: no copy waits for them.
 // A lane starts the copies from the page that it has read: ids that all lanes have ptxas moves to
@@ -28,9 +28,9 @@ struct Loader {
   unsigned ring;  // shared addresses
   unsigned full;  // barriers, TMA
 
-  // Clusters, whose first run does not depend on lengths: reads its pages while the length is on its
-  // way. Past the end of the sequence they are whatever the table holds, and not used. No branch:
-  // what it does with the length the compiler would move above it.
+  // Clusters, whose first run does not depend on lengths: reads its pages while the length is on
+  // its way. Past the end of the sequence they are whatever the table holds, and not used. No
+  // branch: what it does with the length the compiler would move above it.
   __device__ __forceinline__ void read_ahead(const DecodeSplitParams& p, int batch, int turn,
                                              int turns) {
     const int token = min(token_of_lane(turn, turns), p.max_k - 1);

@@ -15,8 +15,9 @@ __device__ __forceinline__ const T* of_lane(const T* address, int lane) {
   return reinterpret_cast<const T*>(__shfl_sync(0xffffffffu, bits, lane));
 }
 
-// The keys, or values, of a unit, to a tile of rows of tokens; what is not there becomes zeros. Lane l
-// knows where token l % unit lies, `from`: its element d is at d / kCount * chunk + d % kCount * step.
+// The keys, or values, of a unit, to a tile of rows of tokens; what is not there becomes zeros.
+// Lane l knows where token l % unit lies, `from`: its element d is at
+// d / kCount * chunk + d % kCount * step.
 template <class C>
 struct UnalignedCopy {
   using Tile = KvTile<C>;
@@ -68,7 +69,7 @@ struct UnalignedCopy {
     }
   }
 
-  // Neighbouring lanes have neighbouring tokens, whose elements lie side by side in an x-major page.
+  // Neighbouring lanes have neighbouring tokens: their elements lie together in an x-major page.
   __device__ __forceinline__ void copy_elements() const {
     constexpr int kLanes = 32 / C::unit;  // of a token
     const int token = lane() % C::unit;

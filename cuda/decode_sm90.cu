@@ -21,8 +21,8 @@
 
 template <class C>
 struct DecodeSm90Smem {
-  // Else a slot could be in either warpgroup's turn, which then might wait for a phase of it that is
-  // two ahead.
+  // Else a slot could be in either warpgroup's turn, which then might wait for a phase of it that
+  // is two ahead.
   static_assert(C::stages % 2 == 0, "each warpgroup has its slots");
   using Warpgroup = DecodeSm90Warpgroup<C>;
   // Columns of a row of sums, its max and sum, those of both warpgroups, and padding: 8 floats more
@@ -52,8 +52,8 @@ __device__ __forceinline__ void meet(DecodeSm90Smem<C>& smem, DecodeSm90Meeting 
 
 // ---- The warps that bring keys and values ----
 
-// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a warp
-// has the same of every unit, since it issues them one after the other.
+// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a
+// warp has the same of every unit, since it issues them one after the other.
 template <class C>
 struct DecodeSm90Loader {
   static constexpr int kBoxes = C::unit / 16;
@@ -151,8 +151,8 @@ struct RowSum {
 
   __device__ __forceinline__ RowSum() : out{}, max(kEmptyMax), sum(0.f) {}
 
-  // Adds the first `count` of kSources: read(source, group) and read_stats(source). All reads are in
-  // flight together.
+  // Adds the first `count` of kSources: read(source, group) and read_stats(source). All reads are
+  // in flight together.
   template <int kSources, class Read, class ReadStats>
   __device__ __forceinline__ void add(int count, const Read& read, const ReadStats& read_stats) {
     float4 x[kSources][kGroups];

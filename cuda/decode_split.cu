@@ -6,10 +6,10 @@
 //
 // Grid: any number of blocks, one or so an SM. splits.cuh says which keys of which sequences are
 // whose; nothing is planned on the host, so a captured launch follows lengths that change.
-// In a block each warp is on its own: it has a ring of stages of shared memory, loads a unit of keys
-// and values into each (decode_load.cuh), and attends to it (decode_warp.cuh). Units of a part go to
-// the warps in turn. Warps meet only where a part ends, and their rings run ahead across parts. Where
-// all segments are short, each warp has parts of its own, and warps do not meet at all.
+// In a block each warp is on its own: it has a ring of stages of shared memory, loads a unit of
+// keys and values into each (decode_load.cuh), and attends to it (decode_warp.cuh). Units of a part
+// go to the warps in turn. Warps meet only where a part ends, and their rings run ahead across
+// parts. Where all segments are short, each warp has parts of its own, and warps never meet.
 // Merging: first the warps of a block, through shared memory; then, where a segment has several
 // parts, these, through the workspace: whichever block arrives last at the counter of the segment
 // adds them all, in order of their position, so same inputs and same grid give same bits. The
@@ -179,7 +179,7 @@ struct Merge {
   static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
                                                 const Parts& parts, int parity, Team team) {
-    // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one part.
+    // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one.
     const bool few = C::cluster > 1 || (p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
     const int base = C::cluster == 1 && few ? 4 * parity : 0;
 #pragma unroll

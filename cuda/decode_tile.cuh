@@ -2,12 +2,12 @@
 // Units of keys and values in shared memory: how they lie, and how ldmatrix finds them.
 //
 // A *piece* is 16 bytes: of a token's row, or (x-major values) of a dimension's tokens.
-//   NHD, HND, TMA        [part of 128 bytes][token][128 bytes], pieces XORed with token % 8: what the
-//                        128-byte swizzle of a tensor copy gives
+//   NHD, HND, TMA        [part of 128 bytes][token][128 bytes], pieces XORed with token % 8: what
+//                        the 128-byte swizzle of a tensor copy gives
 //   NHD, HND, cp.async   rows of tokens, 16 bytes longer than their data
 //   x-major              blocks of 16 tokens as they lie in memory: keys [piece][token][16 bytes],
-//                        values [dimension][token]. cp.async too: copies that scatter the bytes of a
-//                        128-byte line over rows of shared memory were 1.7 times slower (H200)
+//                        values [dimension][token]. cp.async too: copies that scatter the bytes
+//                        of a 128-byte line over rows of shared memory were 1.7 times slower (H200)
 // ldmatrix meets no bank twice, but for values of x-major, and 8-bit keys of it: twice.
 #pragma once
 
@@ -66,8 +66,8 @@ struct KvTile {
     return C::xmajor && !kWide ? m % 8 / 2 * 4 + m % 2 + m / 8 * 2 : m;
   }
 
-  // Values: 16 tokens x 32 bytes of dimensions, transposed, as the A operand of V^T P^T; x-major: 16
-  // (8-bit: 32) dimensions x 16 tokens.
+  // Values: 16 tokens x 32 bytes of dimensions, transposed, as the A operand of V^T P^T; x-major:
+  // 16 (8-bit: 32) dimensions x 16 tokens.
   static __device__ __forceinline__ int value_lane(int lane) {
     if constexpr (!C::xmajor) {
       return row_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);

@@ -221,8 +221,8 @@ struct FwdSm90Consumer {
   }
 
   // The next query tile. What the walk over key tiles depends on is made uniform for ptxas (REDUX
-  // writes a uniform register), or else it guards every product against divergence; so it does where
-  // one lane alone reads or arrives: 1 to 10 % (H200, 2026-11-30), 370 R2UR instead of 70.
+  // writes a uniform register), or else it guards every product against divergence; so it does
+  // where one lane alone reads or arrives: 1 to 10 % (H200, 2026-11-30), 370 R2UR instead of 70.
   __device__ __forceinline__ FwdSm90Tile take() {
     wait(smem.tile_ring.full[tiles.slot], tiles.parity);
     FwdSm90Tile found = smem.tile[tiles.slot];
@@ -325,9 +325,9 @@ struct FwdSm90Consumer {
   __device__ __forceinline__ void score(typename Warpgroup::Scores& s, int n, bool masked) {
     group.score(s, t, row(), n * C::block_n, masked, slope_log2);
   }
-  // The key tiles but the last: masked ones at the end of the keys, those that all rows see, masked ones
-  // at the start. A mask that most steps jump over costs them 6 to 13 % (H200, 2026-11-30, head_dim
-  // 128): ptxas does not schedule across it.
+  // The key tiles but the last: masked ones at the end of the keys, those that all rows see, masked
+  // ones at the start. A mask that most steps jump over costs them 6 to 13 % (H200, 2026-11-30,
+  // head_dim 128): ptxas does not schedule across it.
   __device__ __forceinline__ void steps() {
     int n = t.last - 2;
     if constexpr (!C::scores) {  // score steps cost more than masks, and registers

@@ -154,8 +154,8 @@ struct FwdSm90Warpgroup {
   }
   __device__ __forceinline__ float scale_log2() const { return C::scores ? 1.f : p.scale_log2; }
 
-  // In place of softmax.rescale: the longer a row, the more seldom its maximum rises, and alpha is 1
-  // otherwise.
+  // In place of softmax.rescale: the longer a row, the more seldom its maximum rises, and alpha is
+  // 1 otherwise.
   __device__ __forceinline__ void rescale() {
 #pragma unroll
     for (int i = 0; i < C::value_dim / 2; ++i) {

@@ -20,7 +20,7 @@
 #include "params_cache.cuh"
 #include "piece.cuh"
 
-// ---- Tokens -------------------------------------------------------------------------------------
+// ---- Tokens ----
 
 // A token of k, v or x, and where it comes from.
 struct NewToken {
@@ -51,7 +51,7 @@ __device__ __forceinline__ NewToken new_token(const Params& p, long long token) 
   return {inside ? sequence : -1, static_cast<int>(token - p.cu_seqlens_new[sequence]), token};
 }
 
-// ---- Rotation -----------------------------------------------------------------------------------
+// ---- Rotation ----
 
 // Column d, which holds x, of a row whose first rotary_dim columns are turned in pairs by the
 // angles of a position.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void turn(Piece<Element, kCount>& piece, const Params
   piece.from_floats(x);
 }
 
-// ---- kv_write -----------------------------------------------------------------------------------
+// ---- kv_write ----
 
 // Where a token goes, and where it comes from.
 struct Slot {
@@ -243,7 +243,7 @@ __device__ __forceinline__ void kv_write(const KvWriteParams& p) {
   }
 }
 
-// ---- rotary -------------------------------------------------------------------------------------
+// ---- rotary ----
 
 // y = x with the first columns of each row turned by its position: for queries, whose keys
 // kv_write turns. Grid: blocks of tokens. A thread takes pieces of rows.
@@ -274,7 +274,7 @@ __device__ __forceinline__ void rotary(const RotaryParams& p) {
   }
 }
 
-// ---- sequences ----------------------------------------------------------------------------------
+// ---- sequences ----
 
 // The keys of sequences that have new tokens of their own number, or begin behind padding: how
 // many, and, in a contiguous cache that is taken for one of pages that begin at every token, where.
@@ -294,7 +294,7 @@ __device__ __forceinline__ void sequences(const SequencesParams& p) {
   p.first_tokens[b] = row * p.row_tokens + first;
 }
 
-// ---- copy_blocks --------------------------------------------------------------------------------
+// ---- copy_blocks ----
 
 // Copies whole blocks to other blocks of the same cache, in each of several caches. Grid: (pairs) x
 // (caches) x (chunks of a block), chunks fastest. No destination may be another pair's source or

@@ -4,20 +4,19 @@
 //   lse = log(sum of e^lse_i),   out = sum of out_i e^(lse_i - lse)
 //
 // State 0 has arrays of its own, as merge_attn_states passes them; the others follow one another in
-// one array. A state whose lse is -inf, or +inf, which older kernels write, has no keys in that row,
-// and its out is not used: it may be NaN. Where one state alone has keys, its bits are the result;
-// where none has, out is 0 and lse -inf.
+// one array. A state whose lse is -inf, or +inf, which older kernels write, has no keys in that
+// row, and its out is not used: it may be NaN. Where one state alone has keys, its bits are the
+// result; where none has, out is 0 and lse -inf.
 //
-// Grid: blocks of rows, a row being a (token, head) pair. Rows go kStrip tokens at a time, head after
-// head: lse of one head lie side by side, and neighbouring threads read them whole. A thread merges
-// C::parts pieces of a row, 16 bytes of out each; the threads of a row lie side by side, and each
-// weighs its states. States are taken a few at a time (two where there are two), all of them read
-// before the first is used: the time is that of reading and writing them. Plain loads: ld.cs took 11 %
-// longer at 400 MB (H200, 2026-11-30, tuning/cache-kernels.csv).
+// Grid: blocks of rows, a row being a (token, head) pair. Rows go kStrip tokens at a time, head
+// after head: lse of one head lie side by side, and neighbouring threads read them whole. A thread
+// merges C::parts pieces of a row, 16 bytes of out each; the threads of a row lie side by side, and
+// each weighs its states. States are taken a few at a time (two where there are two), all of them
+// read before the first is used: the time is that of reading and writing them. Plain loads: ld.cs
+// took 11 % longer at 400 MB (H200, 2026-11-30, tuning/cache-kernels.csv).
 //
 // Numerics: float32, weights relative to the largest lse so far, rescaled when a larger one comes.
 // No approximate instruction.
-#pragma once
 
 #include "exp_log.cuh"
 #include "params.cuh"

@@ -6,7 +6,7 @@
 
 #include "paged_warp.cuh"
 
-// ---- A block -------------------------------------------------------------------------------------
+// ---- A block ----
 
 // The keys [begin, end) of a row; each warp leaves its part in shared memory.
 template <class C, class Params>

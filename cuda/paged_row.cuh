@@ -4,7 +4,7 @@
 
 #include "pages.cuh"
 
-// The row of a block, a (sequence, query, query head), of which it has up to `width` columns of out.
+// The row of a block, a (sequence, query, query head), and its up to `width` columns of out.
 struct PagedRow {
   int batch, query, head, kv_head;
   int first_column, columns;

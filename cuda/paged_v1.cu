@@ -7,14 +7,13 @@
 //   V [blocks, kv_heads, value_dim, page]: one dimension of all values of the page.
 //
 // Grid: one block a (sequence, query, query head), heads fastest, so that the heads of a group find
-// what one of them has read in L2; several where a row of out is longer than a tile. Its warps take the tiles of 32 keys in turn (paged_attend.cuh)
-// and put their parts together at the end.
+// what one of them has read in L2; several where a row of out is longer than a tile. Its warps take
+// the tiles of 32 keys in turn (paged_attend.cuh) and put their parts together at the end.
 //
 // The readable rung of decode. decode_split does the same work for all heads of a group at once, on
 // tensor cores, and shares long sequences among blocks.
 //
 // Numerics: products, sums and weights in float32.
-#pragma once
 
 #include "paged_attend.cuh"
 

@@ -13,7 +13,6 @@
 //
 // A partition leaves in the workspace its max and sum, and out without the division, all float32.
 // What no partition wrote is not read.
-#pragma once
 
 #include "paged_attend.cuh"
 

@@ -23,7 +23,7 @@ struct PagedSmem {
   float sum[C::warps];
 };
 
-// ---- The query, as much of it as a tile holds in shared memory -----------------------------------
+// ---- The query, as much of it as a tile holds in shared memory ----
 
 // 8-bit caches leave the type of q and out to a flag; others have it themselves.
 template <class C>
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_q(PagedSmem<C>& smem, const PagedParams& p,
   __syncthreads();
 }
 
-// ---- A warp --------------------------------------------------------------------------------------
+// ---- A warp ----
 
 template <class C, class Params>
 struct PagedWarp {

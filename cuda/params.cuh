@@ -207,8 +207,8 @@ struct DecodeSplitParams : PagedParams {
   long long group_magic;
   int* tile_counter;  // [slots] parts that have arrived, decode_sm90: [slots, warps]; zero before
                       // and after a launch
-  // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots, rows,
-  // columns / 4 + 1].
+  // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots,
+  // rows, columns / 4 + 1].
   float4* workspace;
   int column_slots;  // fixed split: slots of a column
   // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens

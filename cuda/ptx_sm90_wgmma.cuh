@@ -6,9 +6,10 @@
 
 namespace ptx {
 
-// ---- Warpgroup matrix products (PTX ISA: wgmma.mma_async, 64 x N x 32 bytes; float32 accumulators) ----
-// The instructions only start the work. fence: before the first one, and again whenever registers were touched since;
-// commit_group closes a group; after wait_group<n> all but the last n are done, and their registers may be used.
+// ---- Warpgroup matrix products: wgmma.mma_async, 64 x N x 32 bytes, float32 accumulators ----
+// The instructions only start the work. fence: before the first one, and again whenever registers
+// were touched since; commit_group closes a group; after wait_group<n> all but the last n are done,
+// and their registers may be used.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -34,10 +35,11 @@ __device__ __forceinline__ float mul_unless_one(float x, float by) {
   return x;
 }
 
-// Matrix descriptor (PTX ISA: "Matrix Descriptor Format"): address, leading and stride byte offset, swizzle. A step along
-// the tile is added as (bytes >> 4). K-major: rows of `kSwizzle` bytes, `stride` from 8 rows to the next 8, `leading`
-// unused (without swizzle: from 16 bytes of K to the next). MN-major: 8 rows of K of `kSwizzle` bytes each, `stride` to
-// the next 8, `leading` to the next kSwizzle / 2 columns.
+// Matrix descriptor (PTX ISA: "Matrix Descriptor Format"): address, leading and stride byte offset,
+// swizzle. A step along the tile is added as (bytes >> 4). K-major: rows of `kSwizzle` bytes,
+// `stride` from 8 rows to the next 8, `leading` unused (without swizzle: from 16 bytes of K to the
+// next). MN-major: 8 rows of K of `kSwizzle` bytes each, `stride` to the next 8, `leading` to the
+// next kSwizzle / 2 columns.
 enum class Swizzle { none = 0, b128 = 1, b64 = 2, b32 = 3 };
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, int leading,
                                                                int stride, Swizzle swizzle) {
@@ -47,13 +49,15 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
          static_cast<unsigned long long>(swizzle) << 62;
 }
 
-// Wgmma<N, type>::ss: d = a b (+ d where `accumulate`), a and b from shared memory. ::rs: a from registers, the layout of
-// mma.m16n8k16 for each warp's 16 rows. kTransA, kTransB: 1 for an MN-major operand (16-bit types only).
+// Wgmma<N, type>::ss: d = a b (+ d where `accumulate`), a and b from shared memory. ::rs: a from
+// registers, the layout of mma.m16n8k16 for each warp's 16 rows. kTransA, kTransB: 1 for an
+// MN-major operand (16-bit types only).
 enum class WgmmaType { bf16, f16, e4m3 };
 template <int kN, WgmmaType kType>
 struct Wgmma;
 
-// Operand numbers 0 ... N / 2 - 1 are the accumulators; then a (one or four), b, accumulate, and immediates.
+// Operand numbers 0 ... N / 2 - 1 are the accumulators; then a (one or four), b, accumulate, and
+// immediates.
 
 #define RAWATTN_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define RAWATTN_R1 "%8, %9, %10, %11, %12, %13, %14, %15"

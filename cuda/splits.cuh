@@ -25,17 +25,17 @@
 template <class C>
 constexpr int kOverhead = C::unit < 64 ? 12 : 2;
 constexpr int kOverheadAlone = 2;
-// Warps work alone where no segment is longer than their range, nor than this many units. Then meeting
-// takes longer than the parts: 1000 x 64 keys 92 us, and 190 by blocks. Where there are more units,
-// warps that end at different times cost as much as meeting, and 16 rows are more to merge (H200,
-// 2026-11-30).
+// Warps work alone where no segment is longer than their range, nor than this many units. Then
+// meeting takes longer than the parts: 1000 x 64 keys 92 us, and 190 by blocks. Where there are
+// more units, warps that end at different times cost as much as meeting, and 16 rows are more to
+// merge (H200, 2026-11-30).
 template <class C>
 constexpr int kShort = C::row_tiles == 1 ? 16 : 64;
-// Positions of a block: fewer cost more to merge than they save. In decode_sm90 a part of 64 rows is
-// as much to write and read again as a unit, and who comes last reads all of a segment one after the
-// other: quota + longest / quota is to be least. 16 queries over 1 x 32 k of one KV head took 42 us,
-// and 80 with ranges of 4. Half of `longest` took 10 % less to 13 % more, twice of it up to 29 % more
-// (H200, 2026-11-30). No segment is longer than all of its line (`on_line`), nor than max_k.
+// Positions of a block: fewer cost more to merge than they save. In decode_sm90 a part of 64 rows
+// is as much to write and read again as a unit, and who comes last reads all of a segment one after
+// the other: quota + longest / quota is to be least. 16 queries over 1 x 32 k of one KV head took
+// 42 us, and 80 with ranges of 4. Half of `longest` took 10 % less to 13 % more, twice of it up to
+// 29 % more (H200, 2026-11-30). No segment is longer than its line (`on_line`), nor than max_k.
 template <class C>
 __device__ __forceinline__ int least_quota(const DecodeSplitParams& p, int on_line) {
   if constexpr (C::unit < 64) return 8;
@@ -262,8 +262,8 @@ struct Walk {
   }
 };
 
-// The parts of a segment, and the slots of the workspace that hold them: a worker has one for a part
-// that its range begins with, and one for a part that it ends with; a fixed split has one a part.
+// The parts of a segment, and the slots of the workspace that hold them: a worker has one for the
+// part that its range begins with, and one for that which it ends with; a fixed split, one a part.
 struct Parts {
   int count;
   int number;  // of the part in hand

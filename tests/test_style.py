@@ -41,6 +41,7 @@ METHOD = "struct S {\n  __device__ void step() const {\n" + "    int i;\n" * 59 
         ("cuda/a.cuh", "int x;\n" * 300, "301 lines; at most 300"),
         ("cuda/a.cuh", LONG_CUDA + "}\n", "f has 61 lines; at most 60"),
         ("cuda/a.cuh", METHOD, "step has 61 lines; at most 60"),
+        ("cuda/a.cu", f"// {'word ' * 20}.\n", "104 columns; at most 100"),
         ("cuda/a.cu", 'void f() { asm("exit;"); }\n', "inline PTX"),
         ("cuda/a.cu", "#include <cooperative_groups.h>\n", "<cooperative_groups.h>"),
     ],

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 MAX_BYTES = 1 << 20  # of any committed file
+MAX_COLUMNS = 100  # of C++ and CUDA, comments too, which clang-format leaves; ruff has Python's
 FILE_LINES = {".py": 400, ".cuh": 300, ".cu": 600}
 PYTHON_FUNCTION_LINES = 50  # without its docstring
 CUDA_FUNCTION_LINES = {".cuh": 60, ".cu": 150}
@@ -51,6 +52,8 @@ def check_text(path: Path, text: str) -> Iterator[Problem]:
     for number, line in enumerate(lines, 1):
         if line != line.rstrip():
             yield number, "space at the end of the line"
+        if path.suffix in (".cu", ".cuh", ".cpp", ".hpp") and len(line) > MAX_COLUMNS:
+            yield number, f"{len(line)} columns; at most {MAX_COLUMNS}"
     if path.suffix in SOURCES and path.name != ".pre-commit-config.yaml":
         head = "\n".join(lines[:2])
         if text and "SPDX-License-Identifier: Apache-2.0" not in head:
