@@ -23,9 +23,11 @@
 //   overwriting, V is read as zeros (0 x NaN is NaN).
 #include "fwd_sm90_schedule.cuh"
 
-// Query tiles that are told and not yet taken note of by all. With more, and drawn earlier, blocks
-// claim tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
+// Query tiles that are told and not yet released by all. With more, and drawn earlier, blocks claim
+// tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
 constexpr int kTileSlots = 1;
+// Key tiles of a query tile that are still to be copied when the next one may be drawn.
+constexpr int kDrawAhead = 4;
 
 template <class C>
 struct FwdSm90Smem {
@@ -50,7 +52,8 @@ enum NamedBarrier {
 // ---- The warps that serve ----
 
 // Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
-// all know of the one before, that is, when the copies are done with the one before that.
+// all have released the one before: the copies do so when they come to its last key tile. What is
+// drawn earlier is not left for blocks that are done sooner.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);
@@ -73,22 +76,16 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
 
 // The next query tile, for one thread.
 template <class C>
-__device__ __forceinline__ FwdSm90Tile look_at_tile(const FwdSm90Smem<C>& smem,
-                                                    const Ring<kTileSlots>& ring) {
+__device__ __forceinline__ FwdSm90Tile next_tile(const FwdSm90Smem<C>& smem,
+                                                 const Ring<kTileSlots>& ring) {
   wait(smem.tile_ring.full[ring.slot], ring.parity);
   return smem.tile[ring.slot];
 }
-// Lets the one after it be told.
+// Lets the one after it be drawn.
 template <class C>
-__device__ __forceinline__ void pass_tile(const FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
+__device__ __forceinline__ void release_tile(const FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
   arrive(smem.tile_ring.empty[ring.slot]);
   ring.advance();
-}
-template <class C>
-__device__ __forceinline__ FwdSm90Tile take_tile(FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
-  const FwdSm90Tile t = look_at_tile(smem, ring);
-  pass_tile(smem, ring);
-  return t;
 }
 
 // Stores out from where consumers have staged it. One thread.
@@ -96,9 +93,14 @@ template <class C>
 __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;
-  FwdSm90Tile t = take_tile(smem, tiles);
+  const auto take = [&] {
+    const FwdSm90Tile t = next_tile(smem, tiles);
+    release_tile(smem, tiles);  // at once: all wait for who has not
+    return t;
+  };
+  FwdSm90Tile t = take();
   while (t.first < t.last) {
-    const FwdSm90Tile next = take_tile(smem, tiles);  // at once: all wait for who has not
+    const FwdSm90Tile next = take();
     for (int w = 0; w < C::consumers; ++w) {
       wait(smem.staged[w][q.slot], q.parity);
       const auto& out = smem.q[q.slot][w];
@@ -133,13 +135,14 @@ struct FwdSm90Copies {
   __device__ __forceinline__ void run() {
     FwdSm90Tile behind = {};
     Ring<kTileSlots> tiles;
-    for (FwdSm90Tile t = look_at_tile(smem, tiles); t.first < t.last; t = look_at_tile(smem, tiles)) {
-      if (t.last - t.first == 1) pass_tile(smem, tiles);
+    for (FwdSm90Tile t = next_tile(smem, tiles); t.first < t.last; t = next_tile(smem, tiles)) {
+      const int draw_at = C::late_draw ? min(t.first + kDrawAhead, t.last - 1) : t.last - 1;
+      if (draw_at == t.last - 1) release_tile(smem, tiles);
       load_k(t, t.last - 1);
       if (behind.first < behind.last) load_v(behind, behind.first);
       load_q(t);
       for (int n = t.last - 2; n >= t.first; --n) {
-        if (n == t.first) pass_tile(smem, tiles);
+        if (n == draw_at) release_tile(smem, tiles);
         load_k(t, n);
         load_v(t, n + 1);
       }
@@ -211,12 +214,15 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void run() {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
+    FwdSm90Tile next;
     do {
+      if (!C::late_draw) next = take();
       pass_values();
       if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
       steps();
-      join();
-    } while (t.first < t.last);
+      if (C::late_draw) next = take();
+      join(next);
+    } while (next.first < next.last);
     if (C::pingpong && index == 0) take_turn();  // the one that is left over
   }
 
@@ -255,7 +261,7 @@ struct FwdSm90Consumer {
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (C::pingpong) {
-      ptx::bar_arrive(kTurn + (index + 1 == C::consumers ? 0 : index + 1), 256);
+      ptx::bar_arrive(kTurn + (C::consumers == 2 ? 1 - index : (index + 1) % C::consumers), 256);
     }
   }
 
@@ -362,17 +368,16 @@ struct FwdSm90Consumer {
   // beside the latter, and a single q has the time of the former to arrive. Either may be none: all
   // of a block's tiles begin and end in this one piece of code, because a launch has to fetch all
   // the instructions that it runs (H200, 2026-11-30: 2 to 5 % at 512).
-  __device__ __forceinline__ void join() {
+  __device__ __forceinline__ void join(const FwdSm90Tile& next) {
     typename Warpgroup::Scores s;
     const bool ends = t.first < t.last;
+    const bool begins = next.first < next.last;
     const int old_slot = q.slot;
     take_turn();
     if (ends) {
       start_out();
       q.advance();
     }
-    const FwdSm90Tile next = take();
-    const bool begins = next.first < next.last;
     if (begins) {
       pass_keys(next);
       take_query();

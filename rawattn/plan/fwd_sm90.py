@@ -27,6 +27,7 @@ def _prototype(
     q_registers: bool = False,
     pingpong: bool = True,
     overlap: bool = False,
+    late_draw: bool = False,
 ) -> FwdSm90:
     return FwdSm90(
         element="bf16",
@@ -39,6 +40,7 @@ def _prototype(
         q_registers=q_registers,
         pingpong=pingpong,
         overlap=overlap,
+        late_draw=late_draw,
         scores=False,
     )
 
@@ -55,7 +57,7 @@ D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
 # 64 keys pad and mask less: causal 512 102, 80 keys 109; 2k equal.
-D256_SHORT = _prototype(256, 256, 64, q_buffers=1)
+D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
 D256 = replace(D256_SHORT, block_n=80)
 TILES = (D64, D96, D96_LONG, D128, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
 SELF = FwdSm90Self(
@@ -118,11 +120,12 @@ def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
         return 16
     if _full(p):
         return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
-    if isinstance(config, FwdSm90Self):
-        return 32
-    seen = p.max_k if p.mask.left < 0 else min(p.max_k, p.mask.left + 1)
+    if p.max_k <= 1024:
+        return 64 if config.head_dim == 256 and p.max_k <= 512 else 32
+    sides = p.mask.left, p.mask.right
+    seen = p.max_k if min(sides) < 0 else min(p.max_k, sum(sides) + 1)
     kv_heads = SWEEP_BYTES // (2 * seen * (p.head_dim + p.value_dim))
-    return min(max(1, kv_heads) * p.group, 64 if config.head_dim == 256 and p.max_k <= 512 else 32)
+    return min(32, max(1, kv_heads) * p.group)
 
 
 def _last_sweep(p: Problem, head_group: int) -> int:
