@@ -226,9 +226,8 @@ struct FwdSm90Consumer {
     if (C::pingpong && index == 0) take_turn();  // the one that is left over
   }
 
-  // The next query tile. What the walk over key tiles depends on is made uniform for ptxas (REDUX
-  // writes a uniform register), or else it guards every product against divergence; so it does
-  // where one lane alone reads or arrives: 1 to 10 % (H200, 2026-11-30), 370 R2UR instead of 70.
+  // The next query tile. What the walk over key tiles depends on is uniform(): 1 to 10 % (H200,
+  // 2026-11-30), 370 R2UR instead of 70. So it is where one lane alone reads or arrives.
   __device__ __forceinline__ FwdSm90Tile take() {
     wait(smem.tile_ring.full[tiles.slot], tiles.parity);
     FwdSm90Tile found = smem.tile[tiles.slot];
@@ -241,7 +240,6 @@ struct FwdSm90Consumer {
     tiles.advance();
     return found;
   }
-  static __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
   // First row of the warpgroup, in the sequence.
   __device__ __forceinline__ int row() const { return t.row + 64 * index; }
