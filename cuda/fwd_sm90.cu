@@ -18,6 +18,8 @@
 //   in one basic block ptxas hoists the wait for p v above them all.
 // q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
 //   1, where there is no room: straight from registers.
+// `late_draw`: a query tile is drawn near the end of the one before, so that the last long ones go
+//   to blocks that are done first; a consumer then waits for its description with nothing to do.
 // `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
 // Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
 //   overwriting, V is read as zeros (0 x NaN is NaN).
@@ -26,7 +28,8 @@
 // Query tiles that are told and not yet released by all. With more, and drawn earlier, blocks claim
 // tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
 constexpr int kTileSlots = 1;
-// Key tiles of a query tile that are still to be copied when the next one may be drawn.
+// Key tiles of a query tile that are still to be copied when, with `late_draw`, the next one may be
+// drawn: drawing and telling take the time of one or two.
 constexpr int kDrawAhead = 4;
 
 template <class C>
@@ -52,8 +55,8 @@ enum NamedBarrier {
 // ---- The warps that serve ----
 
 // Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
-// all have released the one before: the copies do so when they come to its last key tile. What is
-// drawn earlier is not left for blocks that are done sooner.
+// all have released the one before: with `late_draw`, near its end. What is drawn at its start is
+// not left for blocks that are done sooner.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);

@@ -29,10 +29,7 @@ struct Ring {
   int parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if constexpr (kSlots == 2) {  // two instructions in place of five
-      parity ^= slot;
-      slot ^= 1;
-    } else if (++slot == kSlots) {
+    if (++slot == kSlots) {
       slot = 0;
       parity ^= 1;
     }
