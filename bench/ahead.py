@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import decode
+from bench import candidates, decode
 from bench.suite import Case, Suite
 from rawattn import plan
 from rawattn.cli.compile import compile_all
@@ -50,6 +50,8 @@ def _plans(suite: Suite, case: Case, device: Device) -> Iterator[Plan]:
     wanted = [(case.problem, suite.backend)]
     if suite.op == "decode":
         wanted += decode.variants(suite.backend, case.problem)
+    if suite.op == "forward":
+        wanted += [(twin, suite.backend) for twin in candidates.twins(case.problem).values()]
     for problem, backend in wanted:
         try:
             yield PLANNERS[suite.op](problem, device, backend)

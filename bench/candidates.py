@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases import Case, Tensors
+from bench.cases import Case, Suite, Tensors
 from bench.measure import Candidate
 from rawattn import forward
 from rawattn.arrays import DTYPES, view
@@ -21,7 +21,7 @@ from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.launch import Template
 from rawattn.plan import Launch, Plan
 from rawattn.prepared import prepare
-from rawattn.problem import Rows
+from rawattn.problem import Problem, Rows
 from rawattn.request import Arrays
 
 
@@ -73,31 +73,48 @@ def prepared_candidate(backend: str, case: Case, tensors: Tensors) -> Candidate:
     return Candidate(backend=backend, run=run, config=plan_text(plan.plan))
 
 
-def twin_candidates(backend: str, case: Case, tensors: Tensors) -> list[Candidate]:
+def twins(p: Problem) -> dict[str, Problem]:
     """The same work in another form, which a case is measured beside: packed rows as dense ones,
-    fp16 as bf16, grouped queries with as many KV heads. Its name follows that of the backend.
+    fp16 as bf16, grouped queries with as many KV heads.
     """
-    p, t, found = case.problem, tensors, []
-
-    def add(form: str, tensors: Tensors, **changes: Any) -> None:
-        twin = replace(case, problem=replace(p, **changes))
-        made = prepared_candidate(backend, twin, tensors)
-        named = replace(made, backend=f"{backend} ({form})", problem=twin.problem)
-        found.append(named)
-
-    if t.starts is not None:
-        add("dense", replace(t, starts=None), q_rows=Rows.DENSE, k_rows=Rows.DENSE)
+    found = {}
+    if p.q_rows is Rows.PACKED:
+        found["dense"] = replace(p, q_rows=Rows.DENSE, k_rows=Rows.DENSE)
     if p.dtype == "float16":
-        q, k, v, out = (x.astype(DTYPES["bfloat16"]) for x in (t.q, t.k, t.v, t.out))
-        converted = replace(t, q=q, k=k, v=v, out=out)
-        add("bf16", converted, dtype="bfloat16")
-        xp = np if isinstance(q, np.ndarray) else importlib.import_module("cupy")
-        expected = converted.expected(replace(p, dtype="bfloat16"), xp)
-        found[-1] = replace(found[-1], expected=expected)
+        found["bf16"] = replace(p, dtype="bfloat16")
     if p.group > 1:
-        k, v = (x.repeat(p.group, axis=2) for x in (t.k, t.v))
-        add("mha", replace(t, k=k, v=v), kv_heads=p.q_heads)
+        found["mha"] = replace(p, kv_heads=p.q_heads)
     return found
+
+
+def twin_candidates(suite: Suite, case: Case, tensors: Tensors) -> list[Candidate]:
+    """Ours on the twins of a case, and its `twin_peers`, each named like "fwd_sm90 (bf16)"."""
+    found = []
+    for label, problem in twins(case.problem).items():
+        twin, t = replace(case, problem=problem), _twin_tensors(problem, case.problem, tensors)
+        expected = None
+        if problem.dtype != case.problem.dtype:
+            numpy = isinstance(t.q, np.ndarray)
+            expected = t.expected(problem, np if numpy else importlib.import_module("cupy"))
+        names = [name for name in case.twin_peers if name in suite.peers]
+        made = [prepared_candidate(suite.backend, twin, t), *peer_candidates(names, twin, t)]
+        found += [
+            replace(c, backend=f"{c.backend} ({label})", problem=problem, expected=expected)
+            for c in made
+        ]
+    return found
+
+
+def _twin_tensors(twin: Problem, p: Problem, tensors: Tensors) -> Tensors:
+    """The tensors of a problem for its twin: the same memory, or as few copies as it takes."""
+    t = tensors
+    if twin.q_rows is not p.q_rows:
+        return replace(t, starts=None)
+    if twin.dtype != p.dtype:
+        q, k, v, out = (x.astype(DTYPES[twin.dtype]) for x in (t.q, t.k, t.v, t.out))
+        return replace(t, q=q, k=k, v=v, out=out)
+    k, v = (x.repeat(p.group, axis=2) for x in (t.k, t.v))
+    return replace(t, k=k, v=v)
 
 
 def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:

@@ -20,8 +20,10 @@ import rawattn
 from bench import bandwidth, decode_check
 from bench.candidates import peer_candidates, plan_text
 from bench.check import Expected
+from bench.facets import CEILINGS
 from bench.measure import Candidate
 from bench.suite import Case, Lengths, Suite
+from rawattn import paged_problem
 from rawattn.arrays import DTYPES
 from rawattn.cache_problem import KvWriteProblem
 from rawattn.paged_problem import PagedProblem, Scale
@@ -91,16 +93,15 @@ def cache_shapes(
     p: PagedProblem | KvWriteProblem, page: int, blocks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of k_cache and v_cache."""
-    match p.layout:
-        case CacheLayout.NHD:
-            outer: tuple[int, ...] = (blocks, page, p.kv_heads)
-        case CacheLayout.HND:
-            outer = (blocks, p.kv_heads, page)
-        case CacheLayout.X_MAJOR:
-            x = 16 // DTYPES[p.cache_dtype].itemsize
-            outer = (blocks, p.kv_heads)
-            return (*outer, p.head_dim // x, page, x), (*outer, p.value_dim, page)
-    return (*outer, p.head_dim), (*outer, p.value_dim)
+    return paged_problem.cache_shapes(
+        p.layout,
+        p.cache_dtype,
+        blocks=blocks,
+        page=page,
+        kv_heads=p.kv_heads,
+        head_dim=p.head_dim,
+        value_dim=p.value_dim,
+    )
 
 
 def _caches(p: PagedProblem, blocks: int, xp: Any) -> tuple[Any, Any]:
@@ -151,7 +152,7 @@ def bind(suite: Suite, case: Case) -> tuple[DecodeTensors, list[Candidate]]:
         expected = other.expected(twin, cupy)
         name = f"{suite.backend} ({label})"
         found.append(prepared_candidate(suite.backend, name, other, expected))
-    peers = peer_candidates([n for n in suite.peers if n != "read"], case, t, PEERS)
+    peers = peer_candidates([n for n in suite.peers if n not in CEILINGS], case, t, PEERS)
     read = bandwidth.read_candidate(t.k_cache, t.v_cache)
     return t, [c for c in (*found, *peers, read) if c is not None]
 

@@ -146,7 +146,7 @@ MERGE = Suite(
     name="merge",
     op="merge",
     backend="merge",
-    peers=("vllm", "copy"),
+    peers=("vllm", "copy", "add"),
     cases=tuple(
         merge(tokens, dtype) for dtype in ("bfloat16", "float16") for tokens in (512, 4096, 16384)
     ),

@@ -3,28 +3,27 @@
 
     python bench/decode_claims.py [DIR]     DIR holds decode.csv, merge.csv and host_time.csv
 
-Exits with 1 where a claim does not hold, or nothing was measured for it. Needs no GPU.
+Exits with 1 where a claim that is no goal does not hold, or nothing was measured for it. Needs no
+GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.claims import Claim, Verdict, main, over, share, verdicts, where
 from bench.decode_cases import DECODE, MERGE
-from bench.decode_report import CEILINGS
+from bench.facets import CEILINGS, Group
 from bench.host_time import DECODE as OF_DECODE
 from bench.host_time import HostRow
-from bench.rows import RESULTS, Row, groups, load
+from bench.rows import Row, load
 
 GIGABYTE = 1e9
 HOST_US = 3.0  # over bare launches
-Group = dict[str, Row]  # backend -> row, of one case
 
 # Least time of each cell: what is aimed at (page 16), in microseconds.
 GOALS = {
@@ -60,40 +59,9 @@ POSSIBLE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """That a factor is at least so large in every cell that it is stated for."""
-
-    text: str
-    least: float
-    factor: Callable[[Group, Row], float | None]  # of a group, and our row in it; None: not stated
-
-
-def over(*others: str) -> Callable[[Group, Row], float | None]:
-    """The least time of some other candidates, over ours."""
-
-    def factor(group: Group, ours: Row) -> float | None:
-        times = [group[name].p50_us for name in others if name in group]
-        return min(times) / ours.p50_us if times else None
-
-    return factor
-
-
-def where(
-    holds: Callable[[Row], bool], factor: Callable[[Group, Row], float | None]
-) -> Callable[[Group, Row], float | None]:
-    """A factor that is stated for some cells only."""
-    return lambda group, ours: factor(group, ours) if holds(ours) else None
-
-
 def moved(row: Row) -> float:
     """Bytes that a row counts."""
     return row.gb_per_s * 1e3 * row.p50_us
-
-
-def _possible(group: Group, ours: Row) -> float | None:
-    ratio = over("fa3")(group, ours)
-    return None if ratio is None or ours.case not in POSSIBLE else ratio / POSSIBLE[ours.case]
 
 
 def _goal(group: Group, ours: Row) -> float | None:
@@ -104,13 +72,17 @@ RIVALS = [name for name in DECODE.peers if name not in CEILINGS]
 VLLM = over("vllm_v1", "vllm_v2")
 DECODE_CLAIMS = (
     Claim(text="as fast as the best peer", least=1.0, factor=over(*RIVALS)),
-    Claim(text="FA3's ratio to the proof of concept, less 3 %", least=0.97, factor=_possible),
+    Claim(
+        text="FA3's ratio to the proof of concept, less 3 %",
+        least=0.97,
+        factor=share(over("fa3"), POSSIBLE),
+    ),
     Claim(
         text="of the read bandwidth, from 1 GB on",
         least=0.97,
         factor=where(lambda r: moved(r) >= GIGABYTE, over("read")),
     ),
-    Claim(text="goals in microseconds", least=1.0, factor=_goal),
+    Claim(text="goals in microseconds", least=1.0, factor=_goal, goal=True),
     Claim(
         text="x vLLM's v1 and v2, batch 8 and 4 k keys or more",
         least=3.0,
@@ -137,27 +109,7 @@ MERGE_CLAIMS = (
 )
 
 
-def verdicts(claims: Sequence[Claim], backend: str, rows: Sequence[Row]) -> list[tuple[bool, str]]:
-    """Whether each claim holds, and a line that says where it is worst."""
-    found = []
-    for claim in claims:
-        factors = {}
-        for case, group in groups(rows).items():
-            factor = claim.factor(group, group[backend]) if backend in group else None
-            if factor is not None:
-                factors[case] = factor
-        failing = sorted((f, case) for case, f in factors.items() if f < claim.least)
-        good = bool(factors) and not failing
-        line = f"{'ok  ' if good else 'FAIL'} {claim.text}: at least {claim.least:.3g}, "
-        line += f"{len(factors) - len(failing)} of {len(factors)} cells"
-        if factors:
-            factor, case = min((f, case) for case, f in factors.items())
-            line += f", worst {factor:.3f} at {case}"
-        found.append((good, line + "".join(f"\n       {f:.3f} {case}" for f, case in failing[1:])))
-    return found
-
-
-def host_verdict(rows: Sequence[HostRow]) -> tuple[bool, str]:
+def host_verdict(rows: Sequence[HostRow]) -> Verdict:
     """Whether a planned call costs no more than HOST_US over its bare launches."""
     newest = {row.what: row.p50_us for row in rows if row.what.endswith(OF_DECODE)}
     names = "bare cuLaunchKernelEx", "call of plan.run"
@@ -169,16 +121,14 @@ def host_verdict(rows: Sequence[HostRow]) -> tuple[bool, str]:
     return good, f"{'ok  ' if good else 'FAIL'} {text}, at most {HOST_US:g}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS / "nvidia-h200")
-    folder = parser.parse_args(argv).folder
-    found = verdicts(DECODE_CLAIMS, DECODE.backend, load(folder / "decode.csv"))
-    found += verdicts(MERGE_CLAIMS, MERGE.backend, load(folder / "merge.csv"))
-    found.append(host_verdict(load(folder / "host_time.csv", HostRow)))
-    print("\n".join(line for _, line in found))
-    return 0 if all(good for good, _ in found) else 1
+def judged(folder: Path) -> list[Verdict]:
+    """The verdicts on a folder of rows."""
+    return [
+        *verdicts(DECODE_CLAIMS, DECODE.backend, load(folder / "decode.csv")),
+        *verdicts(MERGE_CLAIMS, MERGE.backend, load(folder / "merge.csv")),
+        host_verdict(load(folder / "host_time.csv", HostRow)),
+    ]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None, __doc__, judged))

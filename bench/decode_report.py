@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from bench.facets import CEILINGS
 from bench.report import geometric_mean
 from bench.rows import Row, groups
 from bench.suite import Suite
 
-CEILINGS = ("read", "copy")  # candidates that are no peers: what memory gives in the same run
 CASE = 28  # columns of an id
 
 

@@ -15,7 +15,8 @@ from bench.rows import Row
 Group = dict[str, Row]  # backend -> row, of one case
 Labels = tuple[str, ...]  # a value for each facet that counts
 
-OTHERS = ("cudnn_fp8", "read", "copy")  # that are no rivals: less precise, or no attention
+CEILINGS = ("read", "copy", "add")  # no attention: what memory gives in the same run
+OTHERS = ("cudnn_fp8", *CEILINGS)  # that are no rivals: less precise, or no attention
 NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
@@ -31,6 +32,7 @@ NAMES = {
     "triton": "Triton's tutorial",
     "read": "plain read",
     "copy": "plain copy",
+    "add": "plain sum",
 }
 
 
@@ -42,6 +44,11 @@ def name(backend: str) -> str:
 def length(row: Row) -> int:
     """Keys of a sequence; tokens, where there are no keys."""
     return row.max_k or row.max_q
+
+
+def short(count: int) -> str:
+    """How a length is written at an axis."""
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
 def mask(row: Row) -> str:
@@ -107,3 +114,12 @@ def _order(labels: Labels) -> tuple[tuple[float, str], ...]:
         (float(found[0]) if (found := re.findall(r"\d+", x)) else float(x != "none"), x)
         for x in labels
     )
+
+
+def words(facet: str, value: str) -> str:
+    """A value of a facet, as a title has it."""
+    if facet == "mask":
+        return {"none": "no mask"}.get(value, value)
+    if facet == "type":
+        return value
+    return f"{value} heads" if facet == "heads" else f"{facet} {value}"

@@ -36,10 +36,10 @@ from rawattn.prepared import prepare
 from rawattn.problem import Problem
 
 CALLS, ROUNDS = 100, 51
-PROCESSES = 5
+PROCESSES = 3
 DECODE = ", decode"  # ends the names of what is measured of a step of decoding
 TINY_DECODE = decode_case(1, 64, heads=(8, 2))
-HEAD_DIMS = ("64", "128", "256")
+COMPILED = tuple(f"{name} d{d}" for name in ("fwd_sm80", "fwd_sm90") for d in (64, 128, 256))
 TINY = Problem(
     dtype="bfloat16",
     batch=1,
@@ -51,8 +51,8 @@ TINY = Problem(
     max_k=16,
 )
 
-# Run by fresh processes, with the architecture and head sizes as arguments. Each prints seconds,
-# one line a measurement.
+# Run by fresh processes, with the architecture and what is `COMPILED` as arguments. Each prints
+# seconds, one line a measurement.
 IMPORT = """
 import time
 start = time.perf_counter()
@@ -64,12 +64,12 @@ import sys, time
 from dataclasses import replace
 from bench.cases import SUITES
 from rawattn import compile, device, launch, plan, registry
-arch, *sizes = sys.argv[1:]
+arch, *names = sys.argv[1:]
 gpu = replace(device.Device.named("H200"), arch=arch)
 def launches():
-    for size in sizes:
-        case, = SUITES["fwd_sm80"].select(f"d{size}-full-s1024", False)
-        yield plan.plan(case.problem, gpu, "fwd_sm80").launches[0]
+    for backend, size in map(str.split, names):
+        case, = SUITES[backend].select(f"{size}-full-s1024", False)
+        yield plan.plan(case.problem, gpu, backend).launches[0]
 def timed(function, *arguments):
     start = time.perf_counter()
     function(*arguments)
@@ -169,10 +169,10 @@ def measure_processes(arch: str, *, gpu: bool) -> dict[str, list[float]]:
         with tempfile.TemporaryDirectory() as cache:
             times.setdefault("import rawattn", []).extend(fresh(IMPORT, cache=cache))
             for stage, script in stages.items():
-                found = fresh(script, arch, *HEAD_DIMS, cache=cache)
-                for size, us in zip(HEAD_DIMS, found, strict=True):
-                    first = ", first of its process" if size == HEAD_DIMS[0] else ""
-                    times.setdefault(f"{stage}: fwd_sm80 d{size}{first}", []).append(us)
+                found = fresh(script, arch, *COMPILED, cache=cache)
+                for name, us in zip(COMPILED, found, strict=True):
+                    first = ", first of its process" if name == COMPILED[0] else ""
+                    times.setdefault(f"{stage}: {name}{first}", []).append(us)
     return times
 
 

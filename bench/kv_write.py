@@ -13,6 +13,7 @@ from bench import bandwidth
 from bench.bandwidth import Exactly
 from bench.candidates import peer_candidates, plan_text
 from bench.decode import cache_shapes, drawn
+from bench.facets import CEILINGS
 from bench.measure import Candidate
 from bench.suite import Case, Suite
 from rawattn.arrays import DTYPES
@@ -96,7 +97,7 @@ def bind(suite: Suite, case: Case) -> tuple[WriteTensors, list[Candidate]]:
 
     t = tensors(case.problem, cupy)
     half = cupy.arange(work(case.problem).bytes // 8, dtype=np.uint32)  # read, and written
-    peers = peer_candidates([n for n in suite.peers if n != "copy"], case, t, PEERS)
+    peers = peer_candidates([n for n in suite.peers if n not in CEILINGS], case, t, PEERS)
     ours = prepared_candidate(suite.backend, case.problem, t)
     return t, [ours, *peers, bandwidth.copy_candidate(half)]
 

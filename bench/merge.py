@@ -12,6 +12,7 @@ import rawattn
 from bench import bandwidth, decode
 from bench.candidates import peer_candidates, plan_text
 from bench.check import Expected
+from bench.facets import CEILINGS
 from bench.measure import Candidate
 from bench.suite import Case, Suite
 from rawattn.arrays import DTYPES
@@ -69,15 +70,18 @@ def tensors(problem: MergeProblem, xp: Any) -> MergeTensors:
 
 
 def bind(suite: Suite, case: Case) -> tuple[MergeTensors, list[Candidate]]:
-    """The arrays of a case, and what is timed on them: ours, vLLM's, and a copy that moves as many
-    bytes.
+    """The arrays of a case, and what is timed on them: ours, vLLM's, and a copy and a sum that move
+    as many bytes. The sum is the floor: it reads two thirds of them, as merging does.
     """
     import cupy
 
     t = tensors(case.problem, cupy)
-    half = cupy.arange(work(case.problem).bytes // 8, dtype=np.uint32)  # read, and written
-    peers = peer_candidates([n for n in suite.peers if n != "copy"], case, t, PEERS)
-    return t, [prepared_candidate(suite.backend, t), *peers, bandwidth.copy_candidate(half)]
+    half, third = (
+        cupy.arange(work(case.problem).bytes // (4 * parts), dtype=np.uint32) for parts in (2, 3)
+    )
+    peers = peer_candidates([n for n in suite.peers if n not in CEILINGS], case, t, PEERS)
+    ceilings = bandwidth.copy_candidate(half), bandwidth.add_candidate(third, 3 * third)
+    return t, [prepared_candidate(suite.backend, t), *peers, *ceilings]
 
 
 def prepared_candidate(backend: str, t: MergeTensors) -> Candidate:

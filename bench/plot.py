@@ -22,10 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import twins
 from bench.cases import SUITES, Suite, dense
-from bench.facets import OTHERS, Group, length, name, split
+from bench.facets import OTHERS, Group, length, name, short, split, words
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
+from bench.plot_fp16 import draw_fp16
 from bench.rows import RESULTS, ROOT, Row, groups, load
 from rawattn import roofline
 from rawattn.device import DEVICES, Device
@@ -51,6 +53,7 @@ LOOKS = {
     "vllm_v2": (COLOURS[6], ">"),
     "read": (GREY, "*"),
     "copy": (GREY, "*"),
+    "add": (GREY, "P"),
 }
 LEAST = 3  # lengths that make a line; kinds of cases with fewer are in the tables alone
 
@@ -77,6 +80,8 @@ def pictures(results: Path = RESULTS) -> list[Picture]:
         own = [(suite, path) for suite, path in own if path.exists()]
         for suite, path in own:
             found.append(_picture(f"{suite.name}-{folder.name}", (path,), _draw_suite, suite))
+            if twins.fp16_lines(load(path), suite.backend):
+                found.append(_picture(f"fp16-{folder.name}", (path,), draw_fp16, suite))
         if own:
             found.append(_picture(f"roofline-{folder.name}", tuple(p for _, p in own), _draw_roofs))
         host = folder / "host_time.csv"
@@ -119,15 +124,14 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
     with plt.rc_context(STYLE):
         wide = 2 if len(kinds) == 4 else min(COLUMNS, len(kinds))
         rows = math.ceil(len(kinds) / wide)
-        figure, grid = plt.subplots(
-            rows, wide, figsize=(3.6 * wide, 2.9 * rows), sharey=True, squeeze=False
-        )
+        size = 3.6 * wide, 2.9 * rows
+        figure, grid = plt.subplots(rows, wide, figsize=size, sharey=True, squeeze=False)
         panels = list(grid.flat)
         order = _by_column(len(kinds), facets, list(kinds))
         for place, labels in enumerate(order):
             _panel(panels[place], suite, kinds[labels], by_compute)
-            words = [_words(f, x) for f, x in zip(facets, labels, strict=True)]
-            panels[place].set_title(textwrap.fill(", ".join(words), 54), fontsize=8.5)
+            title = ", ".join(words(f, x) for f, x in zip(facets, labels, strict=True))
+            panels[place].set_title(textwrap.fill(title, 48), fontsize=8.5)
         for panel in panels[len(order) :]:
             panel.set_visible(False)
         figure.supylabel("TFLOP/s" if by_compute else "GB/s of least bytes", fontsize=10)
@@ -136,16 +140,9 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
         gpu = cells[0][suite.backend].gpu
         _peak(panels[: len(order)], Device.named(gpu), by_compute)
         figure.suptitle(f"{suite.name} on {gpu}: higher is faster", fontsize=12)
-        figure.tight_layout()
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.2 / size[1]))  # below the title
         _legend(figure, suite, cells, {row.backend for row in load(source)})
         save(figure, path, **text)
-
-
-def _words(facet: str, value: str) -> str:
-    """A value of a facet, as a title has it."""
-    if facet == "mask":
-        return {"none": "no mask"}.get(value, value)
-    return f"{value} heads" if facet == "heads" else f"{facet} {value}"
 
 
 def _by_column(
@@ -173,7 +170,7 @@ def _panel(axes: Any, suite: Suite, cells: Sequence[Group], by_compute: bool) ->
         )
     lengths = sorted({length(group[suite.backend]) for group in cells})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [_short(n) for n in lengths])
+    axes.set_xticks(lengths, [short(n) for n in lengths])
     axes.minorticks_off()
 
 
@@ -196,10 +193,6 @@ def _look(suite: Suite, backend: str) -> dict[str, Any]:
         "linestyle": "--" if backend in OTHERS else "-",
         "zorder": 3 if ours else 2,
     }
-
-
-def _short(count: int) -> str:
-    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
 def _legend(figure: Any, suite: Suite, cells: Sequence[Group], measured: Collection[str]) -> None:
@@ -334,7 +327,7 @@ def _draw_traffic(path: Path, text: dict[str, str]) -> None:
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        axes.set_xticks(lengths, [_short(n) for n in lengths])
+        axes.set_xticks(lengths, [short(n) for n in lengths])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("queries and keys")
         axes.set_ylabel("MiB through device memory, no cache")

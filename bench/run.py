@@ -74,8 +74,8 @@ def bind_forward(suite: Suite, case: Case) -> tuple[Tensors, list[Candidate]]:
     """The arrays of a dense case, and what is timed on them."""
     tensors = random_tensors(case.problem)
     ours = prepared_candidate(suite.backend, case, tensors)
-    twins = twin_candidates(suite.backend, case, tensors)
-    return tensors, [ours, *twins, *peer_candidates(suite.peers, case, tensors)]
+    peers = peer_candidates(suite.peers, case, tensors)
+    return tensors, [ours, *twin_candidates(suite, case, tensors), *peers]
 
 
 BINDERS: dict[str, Callable[[Suite, Case], tuple[Any, list[Candidate]]]] = {

@@ -18,6 +18,8 @@ class Case:
     problem: Any  # a Problem, PagedProblem, MergeProblem or KvWriteProblem
     quick: bool = False  # part of a ``--quick`` run
     all_peers: bool = False  # the suite's `seldom` peers are measured on it too
+    peers: tuple[str, ...] | None = None  # the only ones measured on it; None: as the suite says
+    twin_peers: tuple[str, ...] = ()  # that are measured on its twins (`candidates.twins`) too
     lengths: Lengths | None = None  # where they differ; None: all have max_q and max_k
 
 
@@ -34,6 +36,8 @@ class Suite:
 
     def peers_of(self, case: Case) -> tuple[str, ...]:
         """The peers that are measured on a case unless others are asked for."""
+        if case.peers is not None:
+            return tuple(p for p in self.peers if p in case.peers)
         return tuple(p for p in self.peers if case.all_peers or p not in self.seldom)
 
     def select(self, pattern: str | None, quick: bool) -> list[Case]:

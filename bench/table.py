@@ -6,8 +6,9 @@
 
 The README has attention alone, the kinds of cases that were measured at three lengths or more, and
 the peers that are measured on every case; docs/bench.md has all. Each table is followed by its
-picture, which bench/plot.py draws. docs/install.md has what installations and a newcomer's steps
-take. A test holds the pages to the rows. Needs no GPU.
+picture, which bench/plot.py draws, and by what was measured in two forms. docs/install.md has what
+installations and a newcomer's steps take; pages of kernels have what their text is about. A test
+holds the pages to the rows. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import repeat
+from bench import repeat, twins
 from bench.cases import SUITES, Suite
 from bench.compare import FLOOR
 from bench.facets import OTHERS, Group, length, name, split
@@ -32,7 +33,8 @@ from bench.newcomer import StepRow
 from bench.rows import RESULTS, ROOT, Row, groups, load
 
 README, ALL, INSTALL = "README.md", "docs/bench.md", "docs/install.md"
-PAGES = {README: 3, ALL: 1, INSTALL: 0}  # least lengths of a line; 0: no lines of speed
+FORWARD, MERGE = "docs/kernels/fwd_sm90.md", "docs/kernels/merge.md"
+LEAST = {README: 3, ALL: 1}  # lengths of a line
 IN_README = ("fwd_sm90", "decode", "fwd_sm80")
 WORST = 4  # cells where a peer is faster that the README names; docs/bench.md names all
 BEGIN, END = "<!-- bench/table.py: begin -->\n", "<!-- bench/table.py: end -->\n"
@@ -40,20 +42,75 @@ NO_ROWS = "No rows have been committed yet, so there is no figure here.\n"
 
 
 def markdown(page: str, results: Path = RESULTS) -> str:
-    """The tables of a page: one for each suite and GPU that has rows, or those of installing."""
-    if page == INSTALL:
-        return _installations(results / "install") + _first_outputs(results) or NO_ROWS
+    """The tables of a page; a sentence where there are no rows."""
+    return PAGES[page](results) or NO_ROWS
+
+
+def _speed(page: str, results: Path) -> str:
+    """A table and a picture for each suite and GPU that has rows."""
     up = "../" * page.count("/")
     images = "img" if page == ALL else "docs/img"
-    tables = [
-        _gpu_table(suite, up + path.relative_to(results.parents[1]).as_posix(), rows, PAGES[page])
-        + f"\n![{suite.name} beside others]({images}/{suite.name}-{path.parent.name}.png)\n"
-        for suite in (SUITES[name] for name in (IN_README if page == README else SUITES))
-        for path in sorted(results.glob(f"*/{suite.name}.csv"))
-        for rows in [load(path)]
-        if any(row.backend == suite.backend for row in rows)
-    ]
-    return "\n".join([*tables, _spread(results)]) if tables else NO_ROWS
+    tables = []
+    for suite in (SUITES[key] for key in (IN_README if page == README else SUITES)):
+        for path, rows in _measured(suite, results):
+            link = up + path.relative_to(results.parents[1]).as_posix()
+            picture = f"{images}/{suite.name}-{path.parent.name}.png"
+            text = _gpu_table(suite, link, rows, LEAST[page])
+            text += f"\n![{suite.name} beside others]({picture})\n"
+            tables.append(text + (_twins(suite, rows) if page == ALL else ""))
+    return "\n".join([*tables, _spread(results)]) if tables else ""
+
+
+def _measured(suite: Suite, results: Path) -> list[tuple[Path, list[Row]]]:
+    """The files that have rows of a suite's own backend, and what they hold; one a GPU."""
+    found = [(path, load(path)) for path in sorted(results.glob(f"*/{suite.name}.csv"))]
+    return [(p, rows) for p, rows in found if any(r.backend == suite.backend for r in rows)]
+
+
+def _twins(suite: Suite, rows: Sequence[Row], forms: str = "") -> str:
+    """What was measured in two forms, all or some of them; nothing without."""
+    found = [pair for pair in twins.pairs(groups(rows).values()) if forms in ("", pair.forms)]
+    lines = twins.table(found, suite.backend)
+    told = (
+        "The same work in two forms, medians of interleaved launches in one run: the speed of the "
+        "first as a multiple of the second's."
+    )
+    return f"\n{told}\n\n{_table(lines)}" if lines else ""
+
+
+def _fp16(results: Path) -> str:
+    """What fp16 costs beside bf16."""
+    suite = SUITES["fwd_sm90"]
+    parts = []
+    for path, rows in _measured(suite, results):
+        text = _twins(suite, rows, twins.FP16).lstrip()
+        picture = f"../img/fp16-{path.parent.name}.png"
+        drawn = twins.fp16_lines(rows, suite.backend)
+        parts.append(text + (f"\n![fp16 beside bf16]({picture})\n" if drawn else ""))
+    return "\n".join(filter(None, parts))
+
+
+def _merging(results: Path) -> str:
+    """Microseconds of merging, of others, and of what moves as many bytes."""
+    suite = SUITES["merge"]
+    heads = ["case", suite.backend, *map(name, suite.peers), "vLLM / plain sum"]
+    parts = []
+    for _, rows in _measured(suite, results):
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+        for case, group in groups(rows).items():
+            if (ours := group.get(suite.backend)) is None:
+                continue
+            times = [_beside(group.get(other), ours) for other in suite.peers]
+            most = [group[other].p50_us for other in ("vllm", "add") if other in group]
+            share = f"{most[0] / most[1]:.3f}" if len(most) == 2 else "-"
+            lines.append([case, f"{ours.p50_us:.2f}", *times, share])
+        told = "Microseconds, and as a multiple of ours; medians of interleaved launches"
+        parts.append(f"{_table(lines)}\n{told}, {rows[-1].gpu}. {_code(rows)}.\n")
+    return "\n".join(parts)
+
+
+def _beside(other: Row | None, ours: Row) -> str:
+    return "-" if other is None else f"{other.p50_us:.2f}, {other.p50_us / ours.p50_us:.3f}"
 
 
 def _spread(results: Path) -> str:
@@ -155,7 +212,7 @@ def _behind(suite: Suite, groups: Sequence[Group], most: int | None) -> str:
     found = []
     for group in groups:
         ours = group[suite.backend]
-        rivals = [row for row in group.values() if row.peer_version and row.backend not in OTHERS]
+        rivals = [group[p] for p in suite.peers if p in group and p not in OTHERS]
         best = min(rivals, key=lambda row: row.p50_us, default=ours)
         if best.p50_us < (1 - FLOOR) * ours.p50_us:
             found.append((best.p50_us / ours.p50_us, ours.case, name(best.backend)))
@@ -199,7 +256,8 @@ def _caption(
 ) -> str:
     rows = [row for group in newest for row in group.values()]
     ours = [group[suite.backend] for group in newest]
-    versions = {f"{name(r.backend)} in {r.peer_version}" for r in rows if r.peer_version}
+    peers = [row for row in rows if row.backend in suite.peers]
+    versions = {f"{name(row.backend)} in {row.peer_version}" for row in peers}
     gap = f" Not measured: {'; '.join(missing)}." if missing else ""
     return (
         f"{suite.backend} on {_list(r.gpu for r in rows)}, driver {_list(r.driver for r in rows)}, "
@@ -221,6 +279,15 @@ def _code(rows: Sequence[Row]) -> str:
 
 def _list(values: Iterable[str], separator: str = ", ") -> str:
     return separator.join(sorted(set(values)))
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    README: lambda results: _speed(README, results),
+    ALL: lambda results: _speed(ALL, results),
+    INSTALL: lambda results: _installations(results / "install") + _first_outputs(results),
+    FORWARD: _fp16,
+    MERGE: _merging,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -28,32 +28,55 @@ struct Loader {
   Run now, next;
   unsigned ring;  // shared addresses
   unsigned full;  // barriers, TMA
+  int length;     // clusters: what seqused_k holds of the sequence, where there is one
 
-  // Clusters, whose first run does not depend on lengths: reads its pages while the length is on
-  // its way. Past the end of the sequence they are whatever the table holds, and not used. No
-  // branch: what it does with the length the compiler would move above it.
+  __device__ __forceinline__ Loader(unsigned ring_, unsigned full_) : ring(ring_), full(full_) {}
+
+  // Clusters, whose first run does not depend on lengths: reads its pages, and the length. Past the
+  // end of the sequence they are whatever the table holds, and not used. No branch: what it does
+  // with the length the compiler would move above it.
   __device__ __forceinline__ void read_ahead(const DecodeSplitParams& p, int batch, int turn,
                                              int turns) {
     const int token = min(token_of_lane(turn, turns), p.max_k - 1);
     const int* page = p.block_table + batch * p.stride_table + page_of(p, token);
     now.page = __ldg(p.block_table != nullptr ? page : p.kv_indptr);
+    // Opaque: else it is read where it is used.
+    length = ptx::opaque(__ldg((p.block_table != nullptr ? p.seqused_k : p.kv_indptr) + batch));
+  }
+
+  // Whether the first unit is copied before the length is known. Where the table holds no page, a
+  // tensor copy writes zeros; a bulk copy would read anywhere.
+  static __device__ __forceinline__ bool copies_ahead(const DecodeSplitParams& p) {
+    return C::cluster > 1 && p.block_table != nullptr && (!C::xmajor || p.page > 16);
+  }
+
+  // Then: starts its copies, to the first stage, as soon as its pages are there.
+  __device__ __forceinline__ void copy_ahead(const DecodeSplitParams& p, const BlockPlace& at,
+                                             int turn) {
+    now.kv_head = at.kv_head(p, 0);
+    copied = 0;
+    const int box = threadIdx.x % 32;
+    if (box < Tile::kBoxes) copy_box(p, 0, turn * C::unit + 16 * box, box, Tile::kBoxes);
+  }
+
+  // Before the block ends: they have come, also where the sequence has no such unit.
+  __device__ __forceinline__ void settle(const DecodeSplitParams& p, int turn, int units) const {
+    if (copies_ahead(p) && turn >= units) wait(0, 0);
   }
 
   // A warp's units are `turn`, turn + turns, ... of each part.
   __device__ __forceinline__ void begin(const DecodeSplitParams& p, const BlockPlace& at,
-                                        const Walk<C>& from, bool any_part, int turn, int turns,
-                                        unsigned ring_, unsigned full_) {
+                                        const Walk<C>& from, bool any_part, int turn, int turns) {
     walk = from;
     more = any_part;
     unit = walk.first + turn;
     copied = 0;
-    ring = ring_;
-    full = full_;
     const bool ahead = C::cluster > 1 && p.block_table != nullptr;
     const int page = now.page;
     now = read_run(p, at, turn, turns, ahead);
     if (ahead) now.page = page;
     next = Run{};
+    if (copies_ahead(p) && now.unit < now.last) advance(p, at, turn, turns);
   }
 
   // Starts the copies of this warp's next unit into `stage`, which nobody reads any more.
@@ -65,12 +88,7 @@ struct Loader {
     }
     if (now.unit < now.last) {
       copy(p, stage);
-      now.unit += turns;
-      ++copied;
-      // Not before the first copies, which nothing may hold up.
-      if (copied == C::ahead || (now.unit >= now.last && copied < C::ahead)) {
-        next = read_run(p, at, turn, turns, false);
-      }
+      advance(p, at, turn, turns);
     }
     if constexpr (!C::tma) ptx::cp_async_commit_group();  // also an empty one: waits count them
   }
@@ -87,6 +105,17 @@ struct Loader {
   }
 
  private:
+  // The present unit is on its way: goes on to the next one.
+  __device__ __forceinline__ void advance(const DecodeSplitParams& p, const BlockPlace& at,
+                                          int turn, int turns) {
+    now.unit += turns;
+    ++copied;
+    // Not before the first copies, which nothing may hold up.
+    if (copied == C::ahead || (now.unit >= now.last && copied < C::ahead)) {
+      next = read_run(p, at, turn, turns, false);
+    }
+  }
+
   // The warp's next units of one part, and, unless `known`, their pages.
   __device__ __forceinline__ Run read_run(const DecodeSplitParams& p, const BlockPlace& at,
                                           int turn, int turns, bool known) {

@@ -4,16 +4,6 @@
 
 #include "decode_rows.cuh"
 
-// What a row's sum and a sink make of it: the factor of out, and lse. As OnlineSoftmax::finish.
-__device__ __forceinline__ float finish_row(float max, float sum, float sink_log2, float& lse) {
-  const float total_max = fmaxf(max, sink_log2);
-  const float used_max = finite_max(total_max);
-  const float rescale = ptx::ex2_approx(max - used_max);
-  const float total = sum * rescale + ptx::ex2_approx(sink_log2 - used_max);
-  lse = total == 0.f ? kEmptyMax : (used_max + ptx::lg2_approx(total)) * kLn2;
-  return total == 0.f ? 0.f : rescale * ptx::rcp_approx(total);
-}
-
 // Two columns of a row, in the type of out.
 template <class C>
 __device__ __forceinline__ unsigned pack_out(const DecodeSplitParams& p, float a, float b) {
@@ -41,6 +31,7 @@ struct RowPlace {
   float* lse;  // nullptr: not wanted
   float sink_log2, v_scale;
 
+  RowPlace() = default;
   __device__ __forceinline__ RowPlace(const DecodeSplitParams& p, const RowBlock<C>& rows, int row)
       : lse(p.lse), sink_log2(kEmptyMax), v_scale(1.f) {
     const int query = rows.query(p, row);
@@ -71,8 +62,9 @@ struct RowEnd {
   __device__ __forceinline__ RowEnd(const DecodeSplitParams& p, const RowPlace<C>& at, float max,
                                     float sum, bool with_lse)
       : out(at.out), empty(sum == 0.f) {
-    float lse;
-    factor = finish_row(max, sum, at.sink_log2, lse);
+    const FinishedRow row(max, sum, at.sink_log2);
+    const float lse = row.lse();
+    factor = row.factor();
     if (factor != 0.f) factor *= at.v_scale;
     factor *= p.out_scale;
     if (with_lse && at.lse != nullptr) *at.lse = lse;
@@ -106,9 +98,8 @@ __device__ __forceinline__ void write_empty(const DecodeSplitParams& p) {
                      p.value_dim - col);
       }
       if (lane == 0 && lse != nullptr) {
-        float row_lse;
-        finish_row(kEmptyMax, 0.f, p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax, row_lse);
-        lse[head * p.stride_lse_head + query] = row_lse;
+        const float sink_log2 = p.sink != nullptr ? to_log2(p.sink[head]) : kEmptyMax;
+        lse[head * p.stride_lse_head + query] = FinishedRow(kEmptyMax, 0.f, sink_log2).lse();
       }
     }
   }

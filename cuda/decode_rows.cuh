@@ -30,6 +30,10 @@ struct RowBlock {
   __device__ __forceinline__ int head_of(int row) const { return kv_head + row / kOfHead; }
   static __device__ __forceinline__ int place_of(int row) { return row % kOfHead; }
   __device__ __forceinline__ bool exists(int row) const { return place_of(row) < count; }
+  // The row itself, else the last one of its KV head.
+  __device__ __forceinline__ int existing(int row) const {
+    return row - max(0, place_of(row) - (count - 1));
+  }
   // Behind the last row that exists.
   __device__ __forceinline__ int end() const { return kRows - kOfHead + count; }
 
@@ -104,22 +108,25 @@ struct Query {
   // is read until a part begins.
   __device__ __forceinline__ void load(const DecodeSplitParams& p, const RowBlock<C>& rows) {
     static_assert(kRegisters, "q is in shared memory");
+    if (rows.count == 0) return;  // its products are nobody's
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
-      const int row = 8 * nt + threadIdx.x % 32 / 4;
-      const bool there = rows.exists(row);
-      const unsigned short* from = nullptr;
-      if (there) from = rows.q_row(p, row);
+      // Instead of rows that do not exist, the last one of their KV head: no branch.
+      const int row = rows.existing(8 * nt + threadIdx.x % 32 / 4);
+      const int first = Tile::kWide ? 2 * t : 4 * t;
+      // Opaque: of which the others are constants away. Else 16 addresses are computed.
+      const unsigned short* from = ptx::opaque(rows.q_row(p, row) + first);
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
-        const int dim = 16 * (i / 2) + (Tile::kWide ? 2 * t + 8 * (i % 2) : 4 * t + 2 * (i % 2));
+        const int dim = 16 * (i / 2) + (Tile::kWide ? 8 : 2) * (i % 2);
         unsigned& x = q[nt][i / 2][i % 2];
         if constexpr (C::unaligned) {
-          x = there ? load_pair(from + dim, p.head_dim - dim) : 0;
+          x = load_pair(from + dim, p.head_dim - first - dim);
         } else {
-          const bool inside = C::tma || dim < p.head_dim;  // by TMA all of head_dim are stored
-          x = there && inside ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
+          // By TMA all of head_dim are stored.
+          const bool inside = C::tma || first + dim < p.head_dim;
+          x = inside ? __ldg(reinterpret_cast<const unsigned*>(from + dim)) : 0;
         }
       }
     }

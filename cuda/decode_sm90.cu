@@ -17,6 +17,7 @@
 
 #include "decode_out.cuh"
 #include "decode_sm90_warpgroup.cuh"
+#include "parts.cuh"
 #include "pipeline_sm90.cuh"
 
 template <class C>
@@ -346,17 +347,6 @@ __device__ __forceinline__ bool begin_walk(const DecodeSplitParams& p, const Blo
   }
 }
 
-// The part after it; false: there is none, as in a cluster, which has a whole segment.
-template <class C>
-__device__ __forceinline__ bool next_walk(const DecodeSplitParams& p, const BlockPlace& at,
-                                          Walk<C>& walk) {
-  if constexpr (C::cluster > 1) {
-    return false;
-  } else {
-    return walk.next(p, at);
-  }
-}
-
 // Units of a part are dealt out to the blocks of a cluster, and there to the warpgroups.
 template <class C>
 __device__ __forceinline__ int block_rank() {
@@ -379,7 +369,7 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
                           ? ahead
                           : loader.read_page(walk.batch, first, walk.k_len);
     loader.load(walk, at.kv_head(p, walk.line), first, pages);
-    more = next_walk(p, at, walk);
+    more = walk.next(p, at);
   }
   if constexpr (C::cluster > 1) {
     if (walk.units > 0) {  // the consumers' two
@@ -390,10 +380,6 @@ __device__ __forceinline__ void produce(const DecodeSplitParams& p, DecodeSm90Sm
     }
   }
 }
-
-// Of bounds that are alike in all lanes: lets ptxas know, which else guards every product against
-// divergence.
-__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
 template <class C>
 __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Smem<C>& smem,
@@ -420,7 +406,7 @@ __device__ __forceinline__ void consume(const DecodeSplitParams& p, DecodeSm90Sm
       ring.advance();
     }
     DecodeSm90Merge<C>::finish(p, smem, group, rows, Parts(p, at, walk));
-    more = next_walk(p, at, walk);
+    more = walk.next(p, at);
   }
   write_empty<C>(p);
 }

@@ -8,11 +8,6 @@
 #include "softmax.cuh"
 #include "tile_sm90.cuh"
 
-template <class Element>
-constexpr ptx::WgmmaType kWgmmaType = ptx::WgmmaType::bf16;
-template <>
-constexpr ptx::WgmmaType kWgmmaType<fp16> = ptx::WgmmaType::f16;
-
 template <class C>
 struct DecodeSm90Warpgroup {
   using Element = typename C::Element;

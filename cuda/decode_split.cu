@@ -21,6 +21,7 @@
 
 #include "decode_out.cuh"
 #include "decode_warp.cuh"
+#include "parts.cuh"
 
 template <class C>
 struct DecodeSplitSmem {
@@ -109,20 +110,36 @@ struct Merge {
     }
   };
 
+  // Clusters: the slice that a thread adds up, and where it goes.
+  struct Share {
+    int index;
+    RowPlace<C> at;
+
+    // Before any key is there: the constants that this reads come cold, one line after the other.
+    __device__ __forceinline__ Share(const DecodeSplitParams& p, const RowBlock<C>& rows) {
+      static_assert(C::cluster == 1 || 8 * kHalf <= C::cluster * C::threads, "one a thread");
+      if constexpr (C::cluster > 1) {
+        index = threadIdx.x * C::cluster + ptx::cluster_ctarank();
+        if (index < rows.count * kHalf) at = RowPlace<C>(p, rows, index / kHalf);
+      }
+    }
+  };
+
   // A warp's tile, and the sums of its rows, to shared memory.
   static __device__ __forceinline__ void hand_over(Smem& smem, DecodeWarp<C>& warp, int tile,
                                                    int count, int base) {
     const int w = threadIdx.x / 32, r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float sum[2] = {warp.row_sum[tile][0], warp.row_sum[tile][1]};
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], distance);
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float sum = warp.row_sum[tile][e];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      }
       const int row = base + 2 * t + e;
       if (2 * t + e >= count) continue;
-      if (r == 0) smem.max_sum[w][row] = make_float2(warp.row_max[tile][e], sum);
+      if (r == 0) smem.max_sum[w][row] = make_float2(warp.row_max[tile][e], sum[e]);
 #pragma unroll
       for (int i = 0; i < 2 * DecodeWarp<C>::kSteps; ++i) {
         float of[C::heads];
@@ -183,7 +200,8 @@ struct Merge {
   // Ends a part: by the whole team.
   static __device__ __forceinline__ void finish(const DecodeSplitParams& p, Smem& smem,
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
-                                                const Parts& parts, int parity, Team team) {
+                                                const Parts& parts, int parity, Team team,
+                                                const Share& share) {
     // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one.
     const bool few =
         C::cluster > 1 || (C::heads == 1 && p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
@@ -194,7 +212,6 @@ struct Merge {
       if (tile > 0 && first >= rows.end()) break;
       hand_over(smem, warp, tile, rows.end() - first, base);
       team.meet();
-      if constexpr (C::cluster > 1) ptx::barrier_cluster_wait();  // all its blocks have started
       const int slices = min(8, rows.end() - first) * kHalf;
 #pragma unroll 1  // short: where there is one part a block, this code comes cold
       for (int index = team.thread(); index < slices; index += team.threads()) {
@@ -214,7 +231,7 @@ struct Merge {
       if (!few || team.alone) team.meet();  // the next tile, or part, goes to the same place
     }
     if constexpr (C::cluster > 1) {
-      receive(p, smem, rows);
+      receive(p, smem, rows, share);
     } else if (parts.count > 1) {
       finish_segment(p, smem, rows, parts, team);
     }
@@ -229,17 +246,13 @@ struct Merge {
                   ptx::mapa(ptx::shared_address(&smem.arrived), rank));
   }
   static __device__ __forceinline__ void receive(const DecodeSplitParams& p, const Smem& smem,
-                                                 const RowBlock<C>& rows) {
-    const int rank = ptx::cluster_ctarank();
+                                                 const RowBlock<C>& rows, const Share& share) {
     const unsigned bar = ptx::shared_address(&smem.arrived);
     if (threadIdx.x == 0) {
-      const int mine = ceil_div(rows.count * kHalf - rank, C::cluster);
+      const int mine = ceil_div(rows.count * kHalf - share.index, C::cluster);
       ptx::mbarrier_arrive_expect_tx(bar, C::cluster * mine * sizeof(float4));
     }
-    static_assert(8 * kHalf <= C::cluster * C::threads, "a thread adds up to one slice");
-    const int index = threadIdx.x * C::cluster + rank;
-    if (index >= rows.count * kHalf) return;
-    const RowPlace<C> at(p, rows, index / kHalf);  // while slices are on their way
+    if (share.index >= rows.count * kHalf) return;
     while (!ptx::mbarrier_try_wait_cluster(bar, 0)) {
     }
     Slice x;
@@ -247,7 +260,7 @@ struct Merge {
 #pragma unroll
     for (int from = 0; from < C::cluster; ++from) y[from] = smem.peers[from][threadIdx.x];
     x.add(y, C::cluster);
-    store_slice(p, at, index % kHalf * 2, x);
+    store_slice(p, share.at, share.index % kHalf * 2, x);
   }
 
   // The last team to arrive adds the parts.
@@ -280,7 +293,17 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   // Uniform in the warp, which the compiler cannot know of threadIdx.
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 
-  // 1. Barriers, while the lengths are on their way.
+  // 1. Clusters: what depends on nothing else. Then barriers, while that is on its way.
+  BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
+  int turn = warp_idx, turns = C::warps * C::cluster;
+  Walk<C> walk;
+  DecodeWarp<C> warp;
+  Loader<C> loader(ptx::shared_address(smem.ring[warp_idx]),
+                   ptx::shared_address(smem.full[warp_idx]));
+  if constexpr (C::cluster > 1) {
+    turn += C::warps * ptx::cluster_ctarank();
+    loader.read_ahead(p, at.row, turn, turns);
+  }
   if constexpr (C::tma) {
     if (threadIdx.x % 32 == 0) {
       if (C::cluster > 1 && threadIdx.x == 0) {
@@ -300,16 +323,12 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
 
   // 2. Who works together, where they begin, and this warp's loads.
-  const unsigned ring = ptx::shared_address(smem.ring[warp_idx]);
-  BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
-  int turn = warp_idx, turns = C::warps * C::cluster;
-  Walk<C> walk;
-  Loader<C> loader;
   bool more;
   if constexpr (C::cluster > 1) {
-    turn += C::warps * ptx::cluster_ctarank();
-    loader.read_ahead(p, at.row, turn, turns);
-    more = walk.begin_segment(p, at.row, 0);
+    walk.enter_segment(p, at.row);
+    warp.query.load(p, RowBlock<C>(p, at, walk));
+    if (loader.copies_ahead(p)) loader.copy_ahead(p, at, turn);
+    more = walk.begin_entered(p, loader.length);
   } else {
     const Sizes<C> sizes(p);
     if (C::workers > 1 && sizes.short_ones(p)) {
@@ -318,12 +337,11 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
     }
     more = walk.begin(p, at, sizes);
   }
-  loader.begin(p, at, walk, more, turn, turns, ring, ptx::shared_address(smem.full[warp_idx]));
+  loader.begin(p, at, walk, more, turn, turns);
 
   // 3. The first copies, then all that can be done while they are on their way.
 #pragma unroll 1
-  for (int i = 0; i < C::ahead; ++i) loader.issue(p, at, i, turn, turns);
-  DecodeWarp<C> warp;
+  for (int i = loader.copies_ahead(p); i < C::ahead; ++i) loader.issue(p, at, i, turn, turns);
   int stage = 0, parity = 0, buffer = 0;
   RowBlock<C> rows(p, at, walk);
   auto load_q = [&](const RowBlock<C>& of) {
@@ -333,9 +351,11 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       warp.query.load(p, of);
     }
   };
-  if (more) load_q(rows);
+  if (C::cluster == 1 && more) load_q(rows);
   if constexpr (C::staged) __syncthreads();
   write_empty<C>(p);
+  if constexpr (C::cluster > 1) ptx::barrier_cluster_wait();  // all its blocks have started
+  const typename Merge<C>::Share share(p, rows);
 
   // 4. Part by part.
   while (more) {
@@ -357,7 +377,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
                           threadIdx.x % 32);
         }
       }
-      const unsigned keys = ring + stage * KvTile<C>::kStageBytes;
+      const unsigned keys = loader.ring + stage * KvTile<C>::kStageBytes;
       warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
                   ptx::shared_address(&smem.q[buffer][0][0]), first_key);
       __syncwarp();  // the stage has been read
@@ -380,9 +400,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       rows = RowBlock<C>(p, at, walk);
       load_q(rows);  // in flight during the merge
     }
-    Merge<C>::finish(p, smem, warp, done, parts, buffer, {at.alone});
+    Merge<C>::finish(p, smem, warp, done, parts, buffer, {at.alone}, share);
   }
-  if constexpr (C::cluster > 1) {
-    if (walk.units == 0) ptx::barrier_cluster_wait();
-  }
+  if constexpr (C::cluster > 1) loader.settle(p, turn, walk.last);
 }

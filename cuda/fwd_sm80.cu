@@ -275,8 +275,8 @@ struct FwdSm80Warp {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * mt + 8 * half + lane() / 4;
-        float factor, row_lse;
-        softmax.finish(mt, half, sink_log2, factor, row_lse);
+        const FinishedRow end = softmax.finish(mt, half, sink_log2);
+        const float factor = end.factor(), row_lse = end.lse();
         if (lane() % 4 == 2 * mt + half) lane_lse = row_lse;
 #pragma unroll
         for (int ot = 0; ot < kOutTiles; ++ot) {

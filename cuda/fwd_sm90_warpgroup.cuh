@@ -26,18 +26,6 @@ struct FwdSm90Tile {
   int v_first;  // and where v_map is ragged, in which a batch is a number of rows
 };
 
-// wgmma's name for a storage type.
-template <class Element>
-struct WgmmaElement;
-template <>
-struct WgmmaElement<bf16> {
-  static constexpr ptx::WgmmaType kType = ptx::WgmmaType::bf16;
-};
-template <>
-struct WgmmaElement<fp16> {
-  static constexpr ptx::WgmmaType kType = ptx::WgmmaType::f16;
-};
-
 // Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
 // laid out as mma.m16n8k16 has them.
 template <int kTiles>
@@ -52,7 +40,7 @@ struct FwdSm90Warpgroup {
   using K = SwizzledTile<C::block_n, C::head_dim>;
   using V = SwizzledTile<C::block_n, C::value_dim>;
   using Scores = float[1][C::block_n / 8][4];  // 64 x block_n, then probabilities
-  static constexpr ptx::WgmmaType kType = WgmmaElement<Element>::kType;
+  static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;
 
   const FwdSm90Params& p;
   unsigned query[C::q_registers ? C::head_dim / 16 : 1][4];  // as A operand, or not there
@@ -190,9 +178,10 @@ struct FwdSm90Warpgroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
-      float row_lse;
       softmax.sum[0][half] = quad_sum(softmax.sum[0][half]);
-      softmax.finish(0, half, sink_log2, factor[half], row_lse);
+      const FinishedRow end = softmax.finish(0, half, sink_log2);
+      factor[half] = end.factor();
+      const float row_lse = end.lse();
       if (lse != nullptr && lane() % 4 == 0 && thread_row < t.q_len) lse[thread_row] = row_lse;
     }
   }

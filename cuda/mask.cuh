@@ -11,7 +11,7 @@ struct KeyInterval {
   int k_len;
   int shift;  // the diagonal of row i is key i + shift
   int left;   // keys before the diagonal, -1 unbounded
-  int right;  // keys after it
+  int right;  // keys after it, likewise
 
   __device__ __forceinline__ KeyInterval(const FwdParams& p, const Sequence& s)
       : k_len(s.k_len),

@@ -63,12 +63,10 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
                                           const PagedRow& row) {
   const PagedTotal<C> total(smem);
   const float sink_log2 = p.sink != nullptr ? to_log2(p.sink[row.head]) : kEmptyMax;
-  const float max = finite_max(fmaxf(total.max, sink_log2));
-  const float rescale = ptx::ex2_approx(total.max - max);
-  const float sum = total.sum * rescale + ptx::ex2_approx(sink_log2 - max);
+  const FinishedRow end(total.max, total.sum, sink_log2);
   const int scale_at = row.batch * p.stride_v_scale_batch + row.kv_head * p.stride_v_scale_head;
   const float v_scale = p.v_scale != nullptr ? p.v_scale[scale_at] : p.out_scale;
-  const float factor = sum == 0.f ? 0.f : rescale * ptx::rcp_approx(sum) * v_scale;
+  const float factor = end.sum == 0.f ? 0.f : end.factor() * v_scale;
   const long long first = row.offset(p.stride_out_batch, p.stride_out_row) +
                           row.head * p.stride_out_head + row.first_column;
   for (int d = threadIdx.x; d < row.columns; d += C::threads) {
@@ -82,7 +80,6 @@ __device__ __forceinline__ void write_row(const PagedSmem<C>& smem, const PagedP
     }
   }
   if (p.lse != nullptr && threadIdx.x == 0 && row.first_column == 0) {
-    p.lse[row.offset(p.stride_lse_batch, 1) + row.head * p.stride_lse_head] =
-        sum == 0.f ? kEmptyMax : (max + ptx::lg2_approx(sum)) * kLn2;
+    p.lse[row.offset(p.stride_lse_batch, 1) + row.head * p.stride_lse_head] = end.lse();
   }
 }

@@ -4,7 +4,7 @@
 //
 //              partition 0       1       2
 //   sequence  |-- 512 ---|-- 512 ---|-- 300 --|         one block each: max, sum, out
-//                   \\          |         /
+//                   \          |         /
 //                     paged_v2_reduce                    one block a row
 //
 // Grid of paged_v2: (sequences) x (queries) x (partitions) x (blocks of columns) x (query heads),

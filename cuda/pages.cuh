@@ -28,10 +28,13 @@ struct PagedSequence {
     }
   }
 
-  // Keys of a sequence of block_table. A length outside its table would read a neighbour's pages:
-  // cap it.
+  // Keys of a sequence of block_table.
   static __device__ __forceinline__ int dense_keys(const PagedParams& p, int batch) {
-    return max(0, min(p.max_k, __ldg(p.seqused_k + batch) + p.new_k));
+    return capped(p, __ldg(p.seqused_k + batch));
+  }
+  // A length outside its table would read a neighbour's pages.
+  static __device__ __forceinline__ int capped(const PagedParams& p, int length) {
+    return max(0, min(p.max_k, length + p.new_k));
   }
 
   static __device__ __forceinline__ const int* page_ids(const PagedParams& p, int batch) {

@@ -17,6 +17,10 @@ __device__ __forceinline__ void arrive(const Barrier& barrier) {
   ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
+// A number that is alike in all lanes. REDUX writes a uniform register, and so ptxas knows: where
+// loops depend on others, it guards every wgmma against divergence.
+__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
+
 // Where one side is in a ring. Who reads a slot waits for `parity` of its `full` barrier; who fills
 // it, for the other parity of `empty`.
 template <int kSlots>

@@ -49,8 +49,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned bar, int parity) {
       : "memory");
   return done != 0;
 }
-// mbarrier.test_wait.parity: the same, without sleeping.
-// Where the bytes that it counts come from other blocks.
+// The same, where the bytes that it counts come from other blocks.
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned bar, int parity) {
   unsigned done;
   asm volatile(

@@ -18,6 +18,26 @@ __device__ __forceinline__ float finite_max(float max) { return fmaxf(max, -kLar
 // A finite number of natural units stays finite in log2 units.
 __device__ __forceinline__ float to_log2(float x) { return fminf(x * kLog2e, kLargest); }
 
+// A row after its last key, with the max and sum of all of them. A sink (log2 units, -inf where
+// there is none) joins the sum. A row without keys gets factor 0 and lse = sink.
+struct FinishedRow {
+  float max, rescale, sum;
+
+  __device__ __forceinline__ FinishedRow(float keys_max, float keys_sum, float sink_log2)
+      : max(finite_max(fmaxf(keys_max, sink_log2))),
+        rescale(ptx::ex2_approx(keys_max - max)),
+        sum(keys_sum * rescale + ptx::ex2_approx(sink_log2 - max)) {}
+
+  // What to multiply `out` by.
+  __device__ __forceinline__ float factor() const {
+    return sum == 0.f ? 0.f : rescale * ptx::rcp_approx(sum);
+  }
+  // In natural units.
+  __device__ __forceinline__ float lse() const {
+    return sum == 0.f ? kEmptyMax : (max + ptx::lg2_approx(sum)) * kLn2;
+  }
+};
+
 // Reductions over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -156,16 +176,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last key, with `sum` that of the whole row: what to multiply `out` by, and the
-  // natural-log lse. A sink (log2 units, -inf where there is none) joins the sum. A row without
-  // keys gets factor 0 and lse = sink.
-  __device__ __forceinline__ void finish(int mt, int half, float sink_log2, float& factor,
-                                         float& lse) const {
-    const float total_max = fmaxf(max[mt][half], sink_log2);
-    const float used_max = finite_max(total_max);
-    const float rescale = ptx::ex2_approx(max[mt][half] - used_max);
-    const float total = sum[mt][half] * rescale + ptx::ex2_approx(sink_log2 - used_max);
-    factor = total == 0.f ? 0.f : rescale * ptx::rcp_approx(total);
-    lse = total == 0.f ? kEmptyMax : (used_max + ptx::lg2_approx(total)) * kLn2;
+  // With `sum` that of all lanes of the row.
+  __device__ __forceinline__ FinishedRow finish(int mt, int half, float sink_log2) const {
+    return {max[mt][half], sum[mt][half], sink_log2};
   }
 };

@@ -192,9 +192,23 @@ struct Walk {
     batch = batch_;
     line = line_;
     measure(p, 0);
-    quota = end = units;
-    start = number = 0;
-    return clip(p, 0);
+    return whole_segment(p);
+  }
+  // Or in two steps: what is known without its keys, then the rest. `length` is what seqused_k
+  // holds, where there is one.
+  __device__ __forceinline__ void enter_segment(const DecodeSplitParams& p, int batch_) {
+    batch = batch_;
+    line = 0;
+    q_len = sequence_length(p.cu_seqlens_q, batch, p.q_len);
+    k_len = 0;
+  }
+  __device__ __forceinline__ bool begin_entered(const DecodeSplitParams& p, int length) {
+    if (p.block_table != nullptr) {
+      take(p, q_len, PagedSequence::capped(p, length));
+    } else {
+      measure(p, 0);
+    }
+    return whole_segment(p);
   }
 
   // Goes on to the next part; false where there is none.
@@ -226,12 +240,20 @@ struct Walk {
   // Reads the lengths of `batch`; the positions of a segment.
   __device__ __forceinline__ int measure(const DecodeSplitParams& p, int overhead) {
     const PagedSequence s(p, batch);
-    const Units<C> found(p, s.q_len, s.k_len);
-    q_len = s.q_len;
-    k_len = s.k_len;
+    return take(p, s.q_len, s.k_len).size(p, overhead);
+  }
+  __device__ __forceinline__ Units<C> take(const DecodeSplitParams& p, int q_len_, int k_len_) {
+    const Units<C> found(p, q_len_, k_len_);
+    q_len = q_len_;
+    k_len = k_len_;
     first_unit = found.first;
     units = found.count;
-    return found.size(p, overhead);
+    return found;
+  }
+  __device__ __forceinline__ bool whole_segment(const DecodeSplitParams& p) {
+    quota = end = units;
+    start = number = 0;
+    return clip(p, 0);
   }
 
   // Finds `position`, which a sequence from b on holds; those before it take `base` a line.
@@ -259,41 +281,5 @@ struct Walk {
     first = first_unit + skip;
     last = min(first + count, first_unit + units);
     return last > first;
-  }
-};
-
-// The parts of a segment, and the slots of the workspace that hold them: a worker has one for the
-// part that its range begins with, and one for that which it ends with; a fixed split, one a part.
-struct Parts {
-  int count;
-  int number;  // of the part in hand
-  int first_slot;
-  int second_slot;
-  int step;  // from the second on
-
-  template <class C>
-  __device__ __forceinline__ Parts(const DecodeSplitParams& p, const BlockPlace& at,
-                                   const Walk<C>& walk) {
-    count = 1;
-    number = first_slot = second_slot = step = 0;
-    if (walk.last - walk.first == walk.units) return;
-    if (p.span > 0) {
-      count = Units<C>::parts(p, walk.units);
-      number = walk.number;
-      first_slot = at.column * p.column_slots + walk.start;
-      second_slot = first_slot + 1;
-      step = 1;
-    } else {
-      const int first_row = walk.start / walk.quota;
-      count = (walk.start + walk.units - 1) / walk.quota - first_row + 1;
-      number = at.row - first_row;
-      first_slot = 2 * (first_row * p.columns + at.column) + 1;
-      second_slot = first_slot + 2 * p.columns - 1;
-      step = 2 * p.columns;
-    }
-  }
-
-  __device__ __forceinline__ int slot(int i) const {
-    return i == 0 ? first_slot : second_slot + (i - 1) * step;
   }
 };

@@ -4,8 +4,15 @@
 
 #include "ptx_sm90_tma.cuh"
 #include "ptx_sm90_wgmma.cuh"
+#include "types.cuh"
 
 constexpr int kRagged = 1 << 30;  // RAGGED of rawattn/plan/base.py
+
+// wgmma's name for a storage type.
+template <class Element>
+constexpr ptx::WgmmaType kWgmmaType = ptx::WgmmaType::bf16;
+template <>
+constexpr ptx::WgmmaType kWgmmaType<fp16> = ptx::WgmmaType::f16;
 
 // Chunks of 64 columns, or 32 where 64 do not divide the tile, one after the other; in a chunk,
 // rows of 128 (64) bytes, whose 16-byte units are swizzled. Offsets of products are in units of 16

@@ -35,18 +35,28 @@ SHAPE = (
     "--softcap", "--alibi", "--sink", "--varlen",
 )
 # fmt: on
-PAGED = ("--page", "--cache-dtype", "--split", "--append", "--rotary")
-CALL = ("--backend", "--cache", *PAGED)
-# Commands, and flags that say nothing there with another flag, or without it.
+WITHOUT_PREFIX = ("--append", "--rotary", "--tree", "--csr", "--leftpad")
+ATTENTION = ("--split", "--prefix", *WITHOUT_PREFIX)
+PAGED = ("--page", "--cache-dtype", "--copy-blocks", *ATTENTION)
+CALL = ("--backend", "--cache", "--merge", "--output-scale", *PAGED)
+SCORES = ("--causal", "--window", "--softcap", "--alibi", "--sink", "--varlen")
+# Flags of `plan` and `compile` that say nothing with another flag, or without it.
+CALLS = (
+    ("without", "--cache", PAGED),
+    ("without", "--append", ("--rotary",)),
+    ("without", "--merge", ("--output-scale",)),
+    ("with", "--merge", ("--k-len", "--kv-heads", "--value-dim", *SCORES, "--cache", *PAGED)),
+    ("with", "--copy-blocks", ("--batch", "--q-len", "--k-len", *SCORES, *ATTENTION)),
+    ("with", "--leftpad", ("--page", "--csr")),
+    ("with", "--prefix", ("--window", "--alibi", *WITHOUT_PREFIX)),
+)
+# The same of all commands.
 UNUSED = (
-    ("plan", "without", "--cache", PAGED),
-    ("plan", "without", "--append", ("--rotary",)),
+    *((command, *rule) for command in ("plan", "compile") for rule in CALLS),
     ("roofline", "without", "--model", ("--kv-bits", "--weight-bits")),
     ("roofline", "with", "--model", ("--q-len", *SHAPE, "--tiles")),
     ("roofline", "without", "--plot", ("--rows",)),
     ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE, *CALL)),
-    ("compile", "without", "--cache", PAGED),
-    ("compile", "without", "--append", ("--rotary",)),
 )
 LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
@@ -162,6 +172,22 @@ def _call_flags(flags: Parser) -> None:
     cache.add_argument(
         "--rotary", type=positive, metavar="DIM", help="with --append: columns turned"
     )
+    cache.add_argument("--tree", action="store_true", help="with a tree_mask, in place of --causal")
+    cache.add_argument("--csr", action="store_true", help="with kv_indptr, not a block table")
+    cache.add_argument(
+        "--leftpad", action="store_true", help="no pages: rows of --k-len tokens, cache_leftpad"
+    )
+    cache.add_argument(
+        "--prefix", type=count, metavar="TOKENS", help="cascade_attention: tokens that all share"
+    )
+    cache.add_argument(
+        "--copy-blocks", type=positive, metavar="PAIRS", help="copy_blocks, in caches of one layer"
+    )
+    others = flags.add_argument_group("merging")
+    others.add_argument(
+        "--merge", type=positive, metavar="STATES", help="merge_states of --batch x --q-len rows"
+    )
+    others.add_argument("--output-scale", action="store_true", help="with --merge: to fp8")
 
 
 def _roofline_flags(roofs: Parser) -> None:

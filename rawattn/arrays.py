@@ -8,6 +8,7 @@ the current CuPy stream, never on the host.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 import types
@@ -35,6 +36,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 FLOATS = ("float16", "bfloat16", "float32")  # of q, k, v and out
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+_DLPACK_UINT = 1
+_BY_BITS = {  # types that NumPy, or CuPy, does not exchange, by DLPack's code and bits
+    (4, 16): "bfloat16",
+    (10, 8): "float8_e4m3fn",
+    (12, 8): "float8_e5m2",
+}
+_UNREADABLE = (BufferError, TypeError, ValueError, RuntimeError)  # what an exchange fails with
 
 
 class Spec(NamedTuple):
@@ -176,6 +184,16 @@ def share_memory(a: View, b: View) -> bool:
     return np.may_share_memory(_places(a), _places(b), max_work=effort)
 
 
+def check_writable(name: str, given: Any, found: View) -> None:
+    """ValueError for an output that may not be written: `given` as it came, and its view."""
+    if isinstance(found.array, np.ndarray):
+        writable = found.array.flags.writeable
+    else:  # CuPy's arrays do not say; those of JAX never change
+        writable = not type(given).__module__.startswith("jax")
+    if not writable:
+        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+
+
 def check_layout(name: str, spec: Spec, *, output: bool = False) -> None:
     """ValueError unless the array is aligned, its last axis contiguous, and no stride below 0.
 
@@ -232,9 +250,12 @@ def _exchanged(name: str, x: Any) -> Any:
         return _from_dlpack(name, x)
     if hasattr(x, "__cuda_array_interface__"):
         return _from_cuda_array_interface(name, x)
+    tracer = "; JAX's jit, grad and vmap trace, before there are arrays: call outside of them"
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}: accepted are arrays of CuPy "
         "or NumPy, and objects with __dlpack__ or __cuda_array_interface__"
+        + tracer
+        * type(x).__name__.endswith("Tracer")
     )
 
 
@@ -253,7 +274,7 @@ def _from_dlpack(name: str, x: Any) -> Any:
     """A NumPy array, or a CuPy array that the producer has made ready for the current stream."""
     try:
         kind = int(x.__dlpack_device__()[0])
-    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise TypeError(
             f"{name} ({type(x).__qualname__}) does not say where it is: __dlpack_device__: {error}"
         ) from error
@@ -262,12 +283,56 @@ def _from_dlpack(name: str, x: Any) -> Any:
     try:
         if of_gpu or kind == _DLPACK_CPU:
             return module.from_dlpack(x)
-    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
+        found = _by_bits(module, x)
+        if found is not None:
+            return found
         hint = "a view as unsigned integers together with dtype= passes any type"
         raise TypeError(
             f"{name} ({type(x).__qualname__}) cannot be exchanged: {error}; {hint}"
         ) from error
     raise TypeError(f"{name} is on DLPack device type {kind}: accepted are 1 (CPU) and 2 (CUDA)")
+
+
+def _by_bits(module: Any, x: Any) -> Any:
+    """The array of an object over DLPack, of one of the types of _BY_BITS; None: of another."""
+    bits = _Bits(x)
+    try:
+        array = module.from_dlpack(bits)
+    except _UNREADABLE:
+        return None
+    return None if bits.dtype is None else array.view(DTYPES[bits.dtype])
+
+
+class _Bits:
+    """An array over DLPack, whose elements go by as unsigned integers."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.dtype: str | None = None  # what they are, once they have been taken
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        capsule = self.x.__dlpack__(**how)
+        label = _capsule_name(capsule)
+        # DLTensor: a pointer, device and axes in 4 bytes each, then the type in 1 + 1 + 2. In front
+        # of it there may be a version, two pointers and flags, 8 bytes each.
+        start = 20 + (32 if label == b"dltensor_versioned" else 0)
+        kind = (ctypes.c_uint8 * 2).from_address(_capsule_pointer(capsule, label) + start)
+        self.dtype = _BY_BITS.get((kind[0], kind[1]))
+        if self.dtype is not None:
+            kind[0] = _DLPACK_UINT
+        return capsule
+
+
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 def _from_cuda_array_interface(name: str, x: Any) -> Any:

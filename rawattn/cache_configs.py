@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rawattn.paged_problem import PARTITION
+
 
 class Streaming:
     """What Configs of kernels have in common whose data pass through registers alone."""
@@ -112,8 +114,8 @@ class PagedV1:
 
     @property
     def partition(self) -> int:
-        """Keys of a partition of v2, as PagedAttention has it."""
-        return 512
+        """Keys of a partition of v2."""
+        return PARTITION
 
     @property
     def smem_bytes(self) -> int:

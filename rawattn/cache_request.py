@@ -16,7 +16,7 @@ from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect, widest
 
-EIGHT_BIT = {  # kv_cache_dtype: dtype
+CACHE_DTYPES = {  # kv_cache_dtype: dtype
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
@@ -34,12 +34,14 @@ def choice(name: str, value: Any, accepted: Sequence[str]) -> str:
 
 def cache_choice(value: Any) -> str:
     """`kv_cache_dtype`, one of the words that it may be."""
-    return choice("kv_cache_dtype", value, ("auto", *EIGHT_BIT))
+    return choice("kv_cache_dtype", value, ("auto", *CACHE_DTYPES))
 
 
 def array_or_number(scale: Any, default: float | None = 1.0) -> tuple[Any, Any]:
-    """A scale, as an array or None, and as a number, which has a default where there is none."""
-    if type(scale) is float or isinstance(scale, numbers.Real):
+    """A scale, as an array or None, and as a number, which beside an array has a default. None is
+    neither, and refused where a number is checked.
+    """
+    if type(scale) is float or scale is None or isinstance(scale, numbers.Real):
         return None, scale
     return scale, default
 
@@ -54,6 +56,8 @@ def natural(name: str, value: Any) -> int | None:
 
 def check_cache_scale(name: str, value: Any) -> float:
     """A scale of an 8-bit cache that is a number."""
+    if value is None:
+        raise TypeError(f"{name}=None: accepted are a number and an array, 1.0 scales nothing")
     return check_scalar(name, value, positive=True, zero=False)
 
 
@@ -105,6 +109,11 @@ def check_block_sparse(sparse: tuple[Any, ...] | None) -> BlockSparse | None:
         found.append(number)
     checked = BlockSparse(*found)
     if checked.vert_stride > 1:
+        if checked.tp_rank and not checked.head_sliding_step:
+            raise ValueError(
+                f"tp_rank={checked.tp_rank}: accepted is 0 with blocksparse_head_sliding_step=0, "
+                "with which all heads of all ranks see the same keys"
+            )
         return checked
     stride = f"blocksparse_vert_stride={checked.vert_stride}"
     for name, number, default in zip(names, checked._replace(vert_stride=0), DENSE, strict=True):
@@ -179,8 +188,8 @@ def _axes(layout: CacheLayout) -> tuple[int, int, int]:
 
 def _cache_dtype(name: str, spec: Spec, dtype: str, kv_cache_dtype: str) -> str:
     if kv_cache_dtype != "auto":
-        return EIGHT_BIT[kv_cache_dtype]
-    if spec.dtype in EIGHT_BIT.values():
+        return CACHE_DTYPES[kv_cache_dtype]
+    if spec.dtype in CACHE_DTYPES.values():
         return spec.dtype
     if spec.dtype != dtype:
         hint = "; with kv_cache_dtype= also 8-bit caches" if spec.dtype == "uint8" else ""

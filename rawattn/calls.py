@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn import launch
-from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, view
+from rawattn.arrays import Spec, SpecKey, View, check_writable, contiguous, empty, view
 from rawattn.forward import Prepared, Preparer, refused_plan, refused_stream
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import Plan
@@ -83,6 +83,8 @@ class Operation:
     words: tuple[str, ...]  # of the options, likewise
     typed: frozenset[int]  # places of arrays whose bits mean what `dtype` says
     outputs: frozenset[int]  # places of arrays that are written
+    # Places of arrays that are written where another one is given, and the place of that
+    grows: tuple[frozenset[int], int] | None = None
     options: Callable[..., Any]  # makes a NamedTuple of the options
     plain: Callable[[Any], Any]  # options in one type each, or the error of one that is refused
     dtype: Callable[[Any], str | None]  # of plain options
@@ -101,12 +103,13 @@ class Operation:
             views.append(
                 None if x is None else view(name, x, dtype if place in self.typed else None)
             )
-        for place in self.outputs:
+        written = self.outputs
+        if self.grows is not None and arrays[self.grows[1]] is not None:
+            written |= self.grows[0]
+        for place in written:
             found = views[place]
-            array = found and found.array
-            if isinstance(array, np.ndarray) and not array.flags.writeable:
-                name = self.names[place]
-                raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+            if found is not None:
+                check_writable(self.names[place], arrays[place], found)
         return views
 
 

@@ -42,7 +42,7 @@ from rawattn.settings import Settings, forced_backend
 
 def operation(names: PagedArrays, words: Any) -> Operation:
     """The operation of a function that calls its arrays and its options so."""
-    made = paged_operation(names, words, table=True)
+    made = paged_operation(names, words, table=True, stated=("common_prefix_len",))
     return replace(made, resolve=functools.partial(resolve, names), result=_result)
 
 
@@ -60,6 +60,30 @@ def _result(arrays: Fields, views: Views, options: PagedOptions) -> Any:
 def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: PagedOptions) -> Kind:
     """Checks and plans a kind of call; compiles and loads what it launches."""
     given = PagedArrays(*[key and Spec(*key) for key in keys])
+    request, joined = shared(names, given, options)
+    device = given.q.device
+    target = Device.host() if device is None else Device.current(device)
+    steps = plans(request, joined, target)
+    made = None if device is None else _steps(request, joined, steps, device)
+    check_workspace(given.workspace, made.workspace_bytes if made else 0)
+    checked = device is None or Settings.read().check
+    new = ((OUT, request.specs.out), (LSE, joined.lse))
+    return Kind(
+        plans=tuple(steps),
+        given=given,
+        new=tuple((n, x) for n, x in new if x and keys[n] is None),
+        neighbours=neighbours(given, (OUT, LSE, WORKSPACE)),
+        check=functools.partial(_check, request=request) if checked else None,
+        host=functools.partial(_run, request=request),
+        steps=tuple(made.steps) if made else None,
+        constants=made.kept if made else (),
+        parts=tuple(made.parts) if made else (),
+        workspace_bytes=made.workspace_bytes if made else 0,
+    )
+
+
+def shared(names: PagedArrays, given: PagedArrays, options: PagedOptions) -> tuple[Request, Joined]:
+    """Checks everything: the call as one without a prefix, its rows as those of one sequence."""
     request = accepted(names, False, given, options)
     problem, prefix = request.problem, options.common_prefix_len
     if prefix % problem.page or prefix > problem.max_k:
@@ -74,30 +98,20 @@ def resolve(names: PagedArrays, keys: tuple[SpecKey | None, ...], options: Paged
                 f"{getattr(names, name)} has shape {getattr(given, name).shape}: accepted are (), "
                 f"(1,), ({kv_heads},), as sequences share the prefix"
             )
-    joined = _joined(request, given)
-    device = given.q.device
-    target = Device.host() if device is None else Device.current(device)
-    backend = forced_backend(options.backend, paged_plan.BACKENDS)
+    return request, _joined(request, given)
+
+
+def plans(request: Request, joined: Joined, device: Device) -> list[Plan]:
+    """Of attention to the prefix, of attention to what follows it, and of merging both; raises
+    `Unsupported` where nobody takes one of them.
+    """
+    backend = forced_backend(request.options.backend, paged_plan.BACKENDS)
     parts = _partial_problems(request, joined)
-    plans = [_plan(what, part, target, backend) for what, part in parts.items()]
-    states = _states(joined)
-    plans.append(merge.plan(merge_problem(states, joined.out, problem.dtype), target))
-    made = None if device is None else _steps(request, joined, plans, states, device)
-    check_workspace(given.workspace, made.workspace_bytes if made else 0)
-    checked = device is None or Settings.read().check
-    new = ((OUT, request.specs.out), (LSE, joined.lse))
-    return Kind(
-        plans=tuple(plans),
-        given=given,
-        new=tuple((n, x) for n, x in new if x and keys[n] is None),
-        neighbours=neighbours(given, (OUT, LSE, WORKSPACE)),
-        check=functools.partial(_check, request=request) if checked else None,
-        host=functools.partial(_run, request=request),
-        steps=tuple(made.steps) if made else None,
-        constants=made.kept if made else (),
-        parts=tuple(made.parts) if made else (),
-        workspace_bytes=made.workspace_bytes if made else 0,
-    )
+    merged = merge_problem(_states(joined), joined.out, request.problem.dtype)
+    return [
+        *(_plan(what, part, device, backend) for what, part in parts.items()),
+        merge.plan(merged, device),
+    ]
 
 
 # ---- the rows of all sequences as those of one ---------------------------------------------------
@@ -184,9 +198,8 @@ def _states(joined: Joined) -> States:
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-def _steps(
-    request: Request, joined: Joined, plans: list[Plan], states: States, device: int
-) -> Steps:
+def _steps(request: Request, joined: Joined, plans: list[Plan], device: int) -> Steps:
+    states = _states(joined)
     specs, prefix = request.specs, request.options.common_prefix_len
     batch = plans[0].problem.batch
     made = Steps(device, len(specs), [to_device([prefix] * batch, "int32", device, shared=True)])

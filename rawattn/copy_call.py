@@ -16,7 +16,7 @@ from rawattn.cache_request import check_slab
 from rawattn.calls import Kind, Operation, Ref, Steps, Views
 from rawattn.device import Device
 from rawattn.paged_tables import check_entries
-from rawattn.plan import kv_write
+from rawattn.plan import Plan, kv_write
 from rawattn.problem import check_backend
 from rawattn.request import check_one_device, expect, neighbours, widest
 from rawattn.settings import Settings, forced_backend
@@ -90,12 +90,9 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
         _check_cache(name, spec)
     device = pairs.device
     target = Device.host() if device is None else Device.current(device)
-    groups = _groups(specs)
-    problems = [_problem([specs[place] for place in group], pairs) for group in groups] or [NOTHING]
-    backend = forced_backend(options.backend, kv_write.BACKENDS[CopyBlocksProblem])
-    plans = [kv_write.plan(problem, target, backend) for problem in problems]
+    groups, steps = _groups(specs), plans(specs, target, options.backend)
     made = None if device is None else Steps(device, len(names) + len(groups))
-    for n, (group, plan) in enumerate(zip(groups, plans, strict=False)):  # no group: no launch
+    for n, (group, plan) in enumerate(zip(groups, steps, strict=False)):  # no group: no launch
         if made is not None:
             addresses = Ref(pairs, len(names) + n)
             made.add(
@@ -105,7 +102,7 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
             )
     checked = device is None or Settings.read().check
     return Kind(
-        plans=tuple(plans),
+        plans=tuple(steps),
         given=tuple(specs),
         new=(),
         neighbours=neighbours(specs, range(1, len(names))),
@@ -113,6 +110,18 @@ def resolve(names: tuple[str, ...], keys: tuple[SpecKey | None, ...], options: C
         host=_run,
         steps=tuple(made.steps) if made else None,
     )
+
+
+def problems(specs: Sequence[Spec]) -> list[CopyBlocksProblem]:
+    """Of each group of the caches, which come behind the pairs."""
+    groups = _groups(specs)
+    return [_problem([specs[place] for place in group], specs[0]) for group in groups] or [NOTHING]
+
+
+def plans(specs: Sequence[Spec], device: Device, backend: str | None) -> list[Plan]:
+    """Of each of these problems; raises `Unsupported`."""
+    forced = forced_backend(backend, kv_write.BACKENDS[CopyBlocksProblem])
+    return [kv_write.plan(problem, device, forced) for problem in problems(specs)]
 
 
 def _check_cache(name: str, spec: Spec) -> None:

@@ -32,9 +32,9 @@ def flash_attn_func(
     Parameters
     ----------
     q : array, shape `(batch, q_len, q_heads, head_dim)`
-        Queries in float16, bfloat16 or float32, of CuPy, NumPy, or anything with DLPack (JAX,
-        PyTorch) or ``__cuda_array_interface__`` (Numba). The last axis is contiguous; other strides
-        are free, and read in place.
+        Queries in float16 or bfloat16, in host memory also in float32: of CuPy, NumPy, or anything
+        with DLPack (JAX, PyTorch) or ``__cuda_array_interface__`` (Numba). The last axis is
+        contiguous; other strides are free, and read in place.
     k : array, shape `(batch, k_len, kv_heads, head_dim)`
         Keys. `q_heads` is a multiple of `kv_heads`; query head ``h`` reads KV head
         ``h // (q_heads // kv_heads)`` [4]_.

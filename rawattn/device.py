@@ -118,7 +118,8 @@ def _read(device_id: int) -> Device:
 
 
 _KB, _MB = 1 << 10, 1 << 20
-_SMEM = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KB
+# Shared memory that a block can have.
+SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
 
 
 def _gpu(
@@ -128,8 +129,8 @@ def _gpu(
         name=name,
         arch=arch,
         sms=sms,
-        smem_per_block=_SMEM[arch] * _KB,
-        smem_per_sm=(_SMEM[arch] + 1) * _KB,
+        smem_per_block=SMEM_KB[arch] * _KB,
+        smem_per_sm=(SMEM_KB[arch] + 1) * _KB,
         l2_bytes=l2_mb * _MB,
         tflops=tflops,
         gb_per_s=gb_per_s,

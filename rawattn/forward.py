@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import host, launch
-from rawattn.arrays import Spec, SpecKey, View, contiguous, empty, to_host, view
+from rawattn.arrays import Spec, SpecKey, View, check_writable, contiguous, empty, to_host, view
 from rawattn.device import Device
 from rawattn.params import row_strides
 from rawattn.plan import BACKENDS, Plan, plan
@@ -80,7 +80,8 @@ class Prepared:
     It keeps the arrays alive that it was prepared with, and takes options that equal its own. On
     the very same objects a call, or `run`, costs little more than its launch, and what another
     library has queued on them is not waited for; on other arrays with the same shapes, strides,
-    dtypes and device it costs what it costs without a plan.
+    dtypes and device it costs what it costs without a plan. It is of its process: pickling or
+    copying it is a TypeError.
     """
 
     def __init__(self, arrays: Fields, options: Fields) -> None:
@@ -119,6 +120,15 @@ class Prepared:
             packed()
             return self._result
         return _run(arrays, Options(*options), self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """TypeError: what is packed are addresses, and a copy would not be the owner of what lies
+        there.
+        """
+        raise TypeError(
+            "a prepared call holds addresses of this process: it is neither pickled nor copied; "
+            "accepted is rawattn.prepare where it is to run"
+        )
 
     def check(self, call: Call, options: Options) -> None:
         """ValueError where a call is not the one that was prepared."""
@@ -241,10 +251,9 @@ def views_of(arrays: Fields, dtype: str | None) -> list[View | None]:
         None if alibi_slopes is None else view("alibi_slopes", alibi_slopes),
         None if sink is None else view("sink", sink),
     ]
-    for name, x in (("out", views[3]), ("lse", views[4])):
-        array = x and x.array
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    for name, given, found in (("out", out, views[3]), ("lse", lse, views[4])):
+        if found is not None:
+            check_writable(name, given, found)
     return views
 
 

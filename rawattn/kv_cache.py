@@ -93,7 +93,8 @@ def flash_attn_with_kvcache(
     ----------
     q : array, shape `(batch, q_len, q_heads, head_dim)`
         Queries: the last tokens of their sequences, whose keys the cache holds (those of `k`, where
-        it is given). With `cu_seqlens_q` packed, `(total_q, q_heads, head_dim)`.
+        it is given). With `cu_seqlens_q` packed, `(total_q, q_heads, head_dim)`. In float16,
+        bfloat16 or, on a GPU without tensor cores, float32.
     k_cache, v_cache : array
         Pages, by `layout`, with `value_dim` in place of `head_dim` for `v_cache`:
 
@@ -284,8 +285,27 @@ def reshape_and_cache_flash(
     backend: str | None = None,
     plan: PlanArgument = None,
 ) -> None:
-    """`reshape_and_cache` for caches of `(blocks, page, kv_heads, head_dim)`, or with `layout` of
-    "HND" `(blocks, kv_heads, page, head_dim)`; with "x-major" it is `reshape_and_cache`.
+    """Stores tokens in the slots of a cache whose rows are whole, as vLLM's operator of that name.
+
+    Arguments and errors that are not described here are those of `reshape_and_cache`.
+
+    Parameters
+    ----------
+    key_cache, value_cache : array
+        Where keys and values go, by `layout`.
+    layout : {"NHD", "HND", "x-major"}
+        `(blocks, page, kv_heads, head_dim)`, `(blocks, kv_heads, page, head_dim)`, or as in
+        `reshape_and_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import rawattn
+    >>> key, value = np.ones((3, 2, 16), np.float32), np.ones((3, 2, 16), np.float32)
+    >>> key_cache, value_cache = np.zeros((2, 5, 8, 2, 16), np.float32)
+    >>> rawattn.reshape_and_cache_flash(key, value, key_cache, value_cache, np.array([17, -1, 0]))
+    >>> key_cache.sum(axis=(2, 3)).nonzero()  # slots 0 and 2 * 8 + 1
+    (array([0, 2]), array([0, 1]))
     """
     return _reshape_and_cache(
         (key, value, key_cache, value_cache, slot_mapping),

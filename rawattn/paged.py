@@ -21,6 +21,7 @@ PAGED_ATTENTION = operation(
     WORDS._replace(softmax_scale="scale", max_seqlen_k="max_seq_len"),
     one_query=True,
     table=True,
+    stated=("softmax_scale", "num_kv_heads", "block_size", "max_seqlen_k"),
 )
 
 
@@ -62,7 +63,7 @@ def paged_attention_v1(
     out : array, shape `(num_seqs, num_heads, value_size)`, or None
         Where to write, in the dtype of `query`; None makes a new one.
     query : array, shape `(num_seqs, num_heads, head_size)`
-        One query a sequence, in float16 or bfloat16 (float32 as well on NumPy arrays).
+        One query a sequence, in float16, bfloat16 or, on a GPU without tensor cores, float32.
     key_cache : array, shape `(num_blocks, num_kv_heads, head_size / x, block_size, x)`
         Keys. Blocks and heads may have any strides; a block of a head is contiguous.
     value_cache : array, shape `(num_blocks, num_kv_heads, value_size, block_size)`
@@ -86,16 +87,18 @@ def paged_attention_v1(
         multiply. Caches of fp8 are arrays of uint8 or of ml_dtypes' type.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(num_kv_heads,)`
         1.0 where the cache holds the dtype of `query`; else above 0, a float from 1e-18 to 1e18.
+        None is refused: 1.0 scales nothing.
     tp_rank : int
-        Which rank of a tensor-parallel group this is, where attention is block-sparse: its offsets
-        depend on it.
+        Which rank of a tensor-parallel group this is, where attention is block-sparse and heads
+        slide: its offsets depend on it.
     blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, \
 blocksparse_head_sliding_step : int
         With a stride of 2 or more a head sees, in blocks of `blocksparse_block_size` keys (a
         multiple of `block_size`), the last `blocksparse_local_blocks` blocks, and block ``b`` where
         ``b + 1 + (tp_rank * num_heads + head) * step`` is a multiple of the stride; with a negative
-        step the KV head and its number count instead. With a stride of 0 or 1 all keys are seen,
-        and the other arguments have to be left at their defaults.
+        step the KV head and its number count instead. With a step of 0 `tp_rank` has to be 0. With
+        a stride of 0 or 1 all keys are seen, and the other arguments have to be left at their
+        defaults.
     dtype, stream, backend, plan, workspace
         As in `flash_attn_with_kvcache`.
 
@@ -185,7 +188,8 @@ def paged_attention_v2(
     """`paged_attention_v1` with the arrays that PagedAttention v2 merges parts of sequences in.
 
     The same backends take both functions, and none is held to these arrays: what they hold
-    afterwards is not defined, and a call without them works in a workspace.
+    afterwards is not defined, and a call without them works in a workspace. Arguments and errors
+    that are not described here are those of `paged_attention_v1`.
 
     Parameters
     ----------
@@ -198,6 +202,21 @@ def paged_attention_v2(
     Returns
     -------
     out : array, shape `(num_seqs, num_heads, value_size)`
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import rawattn
+    >>> query, out = np.ones((1, 4, 16), np.float32), np.empty((1, 4, 16), np.float32)
+    >>> key_cache, value_cache = np.ones((9, 2, 4, 8, 4), np.float32), np.ones((9, 2, 16, 8), "f")
+    >>> (exp_sum, max_logits), tmp_out = np.empty((2, 1, 4, 1), "f"), np.empty((1, 4, 1, 16), "f")
+    >>> tables, lengths = np.array([[7, 2]], np.int32), np.array([11], np.int32)
+    >>> same = rawattn.paged_attention_v2(
+    ...     *(out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache),
+    ...     *(2, 0.25, tables, lengths, 8, 16),
+    ... )
+    >>> same is out, bool(np.allclose(out, 1))
+    (True, True)
     """
     k_array, k_number = array_or_number(k_scale)
     v_array, v_number = array_or_number(v_scale)

@@ -55,6 +55,7 @@ OUT, LSE = (PagedArrays._fields.index(name) for name in ("out", "lse"))
 SCRATCH = [PagedArrays._fields.index(name) for name in ("exp_sum", "max_logits", "tmp_out")]
 WORKSPACE = PagedArrays._fields.index("workspace")
 CACHES = frozenset(PagedArrays._fields.index(name) for name in ("k_cache", "v_cache"))
+NEW = PagedArrays._fields.index("k")
 PARAMS = 16  # the first fields of PagedArrays are the pointers of PagedParams
 
 
@@ -64,11 +65,12 @@ def operation(
     *,
     one_query: bool = False,
     table: bool = False,
+    stated: tuple[str, ...] = (),
 ) -> Operation:
     """The operation of a function that calls its arrays and its options so.
 
     `one_query`: q and out are (batch, q_heads, head size), one query each. `table`: no call lacks a
-    block table, and lengths.
+    block table, and lengths. `stated`: options that no call lacks.
     """
     required = ("q", "k_cache", "v_cache", *(("block_table", "seqused_k") if table else ()))
     typed = {"q", "tmp_out", "k_cache", "v_cache", "out", "k", "v"}
@@ -78,8 +80,9 @@ def operation(
         words=words,
         options=PagedOptions,
         typed=frozenset(n for n, name in enumerate(PagedArrays._fields) if name in typed),
-        outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),  # caches: `check_tables`
-        plain=functools.partial(plain, words),
+        outputs=frozenset({OUT, LSE, *SCRATCH, WORKSPACE}),
+        grows=(CACHES, NEW),
+        plain=functools.partial(plain, words, stated=stated),
         dtype=lambda options: options.dtype,
         resolve=functools.partial(resolve, names, one_query),
         result=paged_result,

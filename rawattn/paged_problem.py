@@ -20,6 +20,25 @@ ITEMSIZES = {
     "float8_e5m2": 1,
     "int8": 1,
 }
+PARTITION = 512  # keys of a part, as PagedAttention v2 defines it
+
+
+def cache_shapes(
+    layout: CacheLayout,
+    dtype: str,
+    *,
+    blocks: int,
+    page: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of k_cache and v_cache, of elements of a type of ITEMSIZES."""
+    if layout is CacheLayout.X_MAJOR:
+        x = 16 // ITEMSIZES[dtype]
+        return (blocks, kv_heads, head_dim // x, page, x), (blocks, kv_heads, value_dim, page)
+    rows = (page, kv_heads) if layout is CacheLayout.NHD else (kv_heads, page)
+    return (blocks, *rows, head_dim), (blocks, *rows, value_dim)
 
 
 class PageTable(enum.Enum):

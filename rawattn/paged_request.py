@@ -7,6 +7,7 @@ arrays hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rawattn.arrays import DTYPES, FLOATS, Spec, check_layout, dtype_name
@@ -21,7 +22,7 @@ from rawattn.cache_request import (
     natural,
     scale_of,
 )
-from rawattn.paged_problem import PagedProblem, PageTable
+from rawattn.paged_problem import PARTITION, PagedProblem, PageTable
 from rawattn.problem import (
     MAX_LENGTH,
     CacheLayout,
@@ -34,8 +35,6 @@ from rawattn.problem import (
     check_window,
 )
 from rawattn.request import bound, check_one_device, expect, flag, python_bool, result_shapes
-
-PARTITION = 512  # tokens of a part, as PagedAttention v2 defines it
 
 
 class PagedArrays(NamedTuple):
@@ -105,12 +104,15 @@ class PagedOptions(NamedTuple):
 WORDS: Any = PagedOptions._make(PagedOptions._fields)
 
 
-def plain(words: Any, o: PagedOptions) -> PagedOptions:
+def plain(words: Any, o: PagedOptions, *, stated: Sequence[str] = ()) -> PagedOptions:
     """The options in one type each, so that equal ones are accepted or refused alike.
 
-    `words` are the names that the caller knows. TypeError for other kinds of values; ValueError for
-    numbers that are not accepted.
+    `words` are the names that the caller knows, `stated` the numbers that no call leaves to us.
+    TypeError for other kinds of values; ValueError for numbers that are not accepted.
     """
+    for name in stated:
+        if getattr(o, name) is None:
+            raise TypeError(f"{getattr(words, name)} is None: accepted is a number")
     scale = o.softmax_scale
     return PagedOptions(
         softmax_scale=None if scale is None else check_scalar(words.softmax_scale, scale),
@@ -132,14 +134,8 @@ def plain(words: Any, o: PagedOptions) -> PagedOptions:
         block_sparse=check_block_sparse(o.block_sparse),
         num_kv_heads=natural("num_kv_heads", o.num_kv_heads),
         block_size=natural("block_size", o.block_size),
-        common_prefix_len=_given(natural("common_prefix_len", o.common_prefix_len)),
+        common_prefix_len=natural("common_prefix_len", o.common_prefix_len) or 0,
     )
-
-
-def _given(length: int | None) -> int:
-    if length is None:
-        raise TypeError("common_prefix_len is None: accepted are integers from 0")
-    return length
 
 
 def _check_causal(causal: Any) -> bool | str:
@@ -355,7 +351,9 @@ def _table(
             raise ValueError(f"{names.cache_batch_idx}: with {names.block_table} accepted is None")
         else:
             blocks = specs.block_table.shape[1]
-    return table, min(bound("max_seqlen_k", options.max_seqlen_k, blocks * cache.page), MAX_LENGTH)
+    max_k = bound("max_seqlen_k", options.max_seqlen_k, blocks * cache.page)
+    # Where there is room for more than a sequence may have, a caller who asks for it is refused.
+    return table, max_k if options.max_seqlen_k is not None else min(max_k, MAX_LENGTH)
 
 
 def _check_contiguous(names: PagedArrays, specs: PagedArrays, batch: int, cache: Cache) -> None:

@@ -29,16 +29,10 @@ def check_tables(
     shared: int = 0,
 ) -> None:
     """ValueError, with the index at fault, for a length, a page id, a slope, a sink or a scale out
-    of bounds, and for a new token in a place that is taken; for a NumPy cache that new tokens
-    cannot be written to. `shared`: the first pages of all sequences are those of the first one.
+    of bounds, and for a new token in a place that is taken. `shared`: the first pages of all
+    sequences are those of the first one.
     """
     of = PagedArrays(*views)
-    for name in ("k_cache", "v_cache"):
-        cached = getattr(of, name).array
-        if of.k is not None and isinstance(cached, np.ndarray) and not cached.flags.writeable:
-            raise ValueError(
-                f"{getattr(names, name)} is read-only: accepted is an array that can be written"
-            )
     q_lens = [problem.max_q] * problem.batch
     if of.cu_seqlens_q is not None:
         rows = of.q.spec.shape[0]

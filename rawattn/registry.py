@@ -101,6 +101,7 @@ class FwdSm90:
     q_registers: bool  # whether Q is read from shared memory once a query tile, not once a key tile
     pingpong: bool  # whether consumers take turns at issuing products
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
+    late_draw: bool  # whether the next query tile is drawn near the end of one, not at its start
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 

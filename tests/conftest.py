@@ -109,18 +109,24 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:  #
         )
     target = config.getoption("record")
     if target:
-        stats = Counter({key: len(reports) for key, reports in terminalreporter.stats.items()})
-        skips = terminalreporter.stats.get("skipped", [])
-        Path(target).write_text(
-            json.dumps(
-                {
-                    "passed": stats["passed"],
-                    "failed": stats["failed"] + stats["error"],
-                    "skipped": stats["skipped"],
-                    "why_skipped": Counter(r.longrepr[2].removeprefix("Skipped: ") for r in skips),
-                    "laws": {
-                        n: {"examples": r.examples, "worst": r.worst} for n, r in records.items()
-                    },
-                }
-            )
-        )
+        laws = {n: {"examples": r.examples, "worst": r.worst} for n, r in records.items()}
+        Path(target).write_text(json.dumps({**counts(terminalreporter.stats), "laws": laws}))
+
+
+OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
+
+
+def counts(stats: dict[str, list[Any]]) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, in all and of each file, and why; a file that
+    was skipped as a whole counts as one. `stats` are pytest's reports by outcome.
+    """
+    total: Counter[str] = Counter(dict.fromkeys(OUTCOMES.values(), 0))
+    files: dict[str, Counter[str]] = {}
+    why: Counter[str] = Counter()
+    for key, outcome in OUTCOMES.items():
+        for report in stats.get(key, []):
+            total[outcome] += 1
+            files.setdefault(report.nodeid.split("::")[0], Counter())[outcome] += 1
+            if outcome == "skipped":
+                why[report.longrepr[2].removeprefix("Skipped: ")] += 1
+    return {**total, "why_skipped": why, "files": dict(sorted(files.items()))}

@@ -18,10 +18,10 @@ from rawattn import registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
 from rawattn.forward import LOG2_E
-from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable, Scale
+from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable, Scale, cache_shapes
 from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
-from rawattn.reference_paged import gather_cache, slots
+from rawattn.reference_paged import gather_cache, slots, tree_seen
 from rawattn.testing import Case as PackedCase
 from rawattn.testing import Record, Tensors, expected
 from rawattn.testing.closeness import Expected, assert_within, bounds
@@ -124,7 +124,16 @@ class Call:
         self.case = case
         self.random = random = np.random.default_rng(case.seed)
         p = case.problem
-        self.k_cache, self.v_cache = (self._cache(values) for values in (False, True))
+        shapes = cache_shapes(
+            p.layout,
+            p.cache_dtype,
+            blocks=sum(case.pages) + SPARE_PAGES,
+            page=p.page,
+            kv_heads=p.kv_heads,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+        )
+        self.k_cache, self.v_cache = map(self._cache, shapes)
         ids = random.permutation(sum(case.pages) + SPARE_PAGES).astype(np.int32)
         ends = np.cumsum([0, *case.pages])
         of_sequence = [ids[a:b] for a, b in itertools.pairwise(ends)]
@@ -160,21 +169,11 @@ class Call:
             random.uniform(0.25, 2, count).astype(np.float32) if count else None for _ in "kv"
         )
 
-    def _cache(self, values: bool) -> np.ndarray:
-        case, p = self.case, self.case.problem
-        blocks, x = sum(case.pages) + SPARE_PAGES, 16 // ITEMSIZES[p.cache_dtype]
-        size = p.value_dim if values else p.head_dim
-        shape = {
-            NHD: (blocks, p.page, p.kv_heads, size),
-            HND: (blocks, p.kv_heads, p.page, size),
-            X_MAJOR: (blocks, p.kv_heads, p.value_dim, p.page)
-            if values
-            else (blocks, p.kv_heads, p.head_dim // x, p.page, x),
-        }[p.layout]
-        numbers = self.random.standard_normal(shape)
-        if p.cache_dtype == "int8":
+    def _cache(self, shape: tuple[int, ...]) -> np.ndarray:
+        numbers, dtype = self.random.standard_normal(shape), self.case.problem.cache_dtype
+        if dtype == "int8":
             return np.clip(np.rint(numbers * 40), -127, 127).astype(np.int8)
-        return numbers.astype(DTYPES[p.cache_dtype])
+        return numbers.astype(DTYPES[dtype])
 
     def _poison(self, pages: list[np.ndarray], spare: np.ndarray) -> None:
         poison = 127 if self.case.problem.cache_dtype == "int8" else np.nan
@@ -232,12 +231,8 @@ class Call:
         assert self.tree is not None
         rows = self.tree.reshape(-1, self.tree.shape[-1])
         first = np.cumsum([0, *self.case.queries])
-        found = []
-        for b, (q_len, k_len) in enumerate(zip(self.case.queries, self.case.k_lens, strict=True)):
-            seen = np.ones((q_len, k_len), bool)
-            seen[:, k_len - q_len :] = rows[first[b] : first[b] + q_len, :q_len]
-            found.append(seen)
-        return found
+        lens = zip(first[:-1], self.case.queries, self.case.k_lens, strict=True)
+        return [tree_seen(rows[row:], q_len, k_len) for row, q_len, k_len in lens]
 
     # ---- the kernel ----
 

@@ -4,6 +4,7 @@ that is not there: nothing reads it."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 import types
 import weakref
@@ -90,11 +91,58 @@ def test_other_kinds_are_refused(x: Any) -> None:
         view("k", x)
 
 
+def test_a_tracer_says_where_to_call() -> None:
+    tracer = type("DynamicJaxprTracer", (), {})()
+    with pytest.raises(TypeError, match=r"JAX's jit, grad and vmap trace, .*: call outside"):
+        view("q", tracer)
+    with pytest.raises(TypeError) as caught:
+        view("q", [1.0])
+    assert "JAX" not in str(caught.value)
+
+
 def test_dlpack_in_host_memory() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     seen = view("v", Producer(x))
     assert seen.pointer == x.__array_interface__["data"][0]
     assert seen.spec == view("v", x).spec
+
+
+class Typed(Producer):
+    """Gives a NumPy array out as one of a type that NumPy does not have, by its code in DLPack."""
+
+    def __init__(self, x: np.ndarray, code: int, versioned: bool) -> None:
+        super().__init__(x)
+        self.code, self.versioned = code, versioned
+
+    def __dlpack__(self, max_version: Any = None, **options: Any) -> Any:
+        if self.versioned and max_version is not None:
+            options["max_version"] = max_version
+        capsule = self.x.__dlpack__(**options)
+        label = arrays._capsule_name(capsule)
+        assert label == (b"dltensor_versioned" if "max_version" in options else b"dltensor")
+        start = arrays._capsule_pointer(capsule, label) + (20 if label == b"dltensor" else 52)
+        ctypes.c_uint8.from_address(start).value = self.code
+        return capsule
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(4, "bfloat16"), (10, "float8_e4m3fn"), (12, "float8_e5m2")]
+)
+def test_dlpack_of_types_that_numpy_does_not_exchange(
+    code: int, dtype: str, versioned: bool
+) -> None:
+    """bfloat16 of JAX and PyTorch in host memory had to be given as its bits."""
+    x = np.arange(1, 13).astype(DTYPES[dtype]).reshape(2, 6)[:, ::2]
+    bits = x.view(f"u{x.itemsize}")
+    for _ in range(2):  # what is given out is not changed for the next one
+        seen = view("v", Typed(bits, code, versioned))
+        assert seen.spec == view("v", x).spec and seen.pointer == x.ctypes.data
+        np.testing.assert_array_equal(seen.array, x)
+    assert bits.dtype == f"u{x.itemsize}"
+    for other in (9, 13):  # fnuz
+        with pytest.raises(TypeError, match=r"v \(Typed\) cannot be exchanged"):
+            view("v", Typed(bits, other, versioned))
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -288,6 +336,15 @@ def test_interface_and_its_stream(queued: list[tuple[str, int, int]]) -> None:
     alive = weakref.ref(owner)
     del owner
     assert alive() is not None, "a view keeps the memory alive"
+
+
+@pytest.mark.usefixtures("queued")
+def test_arrays_of_jax_are_no_outputs() -> None:
+    """CuPy's arrays do not say that what they are views of never changes."""
+    kept, jax = Interface(), type("ArrayImpl", (Interface,), {"__module__": "jaxlib._jax"})()
+    arrays.check_writable("out", kept, view("out", kept))
+    with pytest.raises(ValueError, match="out is read-only: accepted is an array that can be wri"):
+        arrays.check_writable("out", jax, view("out", jax))
 
 
 @pytest.mark.parametrize("stream", [None, 77])

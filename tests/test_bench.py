@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import candidates, check, host_time, measure, report, rows
+import bench
+from bench import ahead, candidates, check, host_time, measure, report, rows
 from bench.cases import SUITES, Case, Tensors
 from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
@@ -320,15 +323,45 @@ def test_twins_do_the_same_work(changes: dict[str, Any], name: str) -> None:
     starts = (np.arange(3, dtype=np.int32) * 5,) * 2 if p.q_rows is Rows.PACKED else None
     lse = np.empty((2, 2, 5), np.float32)
     t = Tensors(q=q, k=k, v=v, out=np.full_like(q, np.nan), lse=lse, scale=0.125, starts=starts)
-    (twin,) = candidates.twin_candidates("reference", Case(id="x", problem=p), t)
+    suite = replace(SUITE, backend="reference")
+    (twin,) = candidates.twin_candidates(suite, Case(id="x", problem=p), t)
     assert twin.backend == f"reference ({name})"
     expected = twin.expected or t.expected(p, np)
     assert expected.error_ratio(twin.run()) <= 1
 
 
+def test_a_peer_may_be_measured_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = replace(SUITE.cases[0].problem, dtype="float16", batch=1, q_heads=1, kv_heads=1, max_q=5)
+    p = replace(p, max_k=5)
+    q, k, v = random_tensors(p, 0)
+    lse = np.empty((1, 1, 5), np.float32)
+    t = Tensors(q=q, k=k, v=v, out=np.full_like(q, np.nan), lse=lse, scale=0.125)
+    asked = []
+    peer = types.ModuleType("bench.peers")
+    vars(peer).update(
+        PEERS={"fa2": lambda p, t: asked.append((p.dtype, t.q.dtype)) or (lambda: t.out)},
+        version=lambda name: "2",
+    )
+    monkeypatch.setitem(sys.modules, "bench.peers", peer)
+    suite = replace(SUITE, backend="reference")
+    case = Case(id="x", problem=p, twin_peers=("fa2", "fa3"))
+    monkeypatch.setattr(bench, "peers", peer, raising=False)
+    ours, theirs = candidates.twin_candidates(replace(suite, peers=("fa2",)), case, t)
+    assert (ours.backend, theirs.backend) == ("reference (bf16)", "fa2 (bf16)")
+    assert asked == [("bfloat16", DTYPES["bfloat16"])]
+    assert theirs.problem.dtype == "bfloat16" and theirs.expected is ours.expected is not None
+    assert np.isnan(theirs.run().astype(np.float32)).all(), "an output of its own"
+
+
+def test_kernels_of_twins_are_compiled_ahead() -> None:
+    (case,) = SUITES["fwd_sm90"].select("d64-full-s512-fp16", False)
+    found = ahead.kernels([(SUITES["fwd_sm90"], case)], H200)
+    assert sorted(config.element for _, config in found) == ["bf16", "fp16"]
+
+
 def test_the_cells_of_the_hopper_suite() -> None:
     cases = {case.id: case.problem for case in SUITES["fwd_sm90"].cases}
-    assert len(cases) == 71
+    assert len(cases) == 101
     assert {p.batch * p.max_q for name, p in cases.items() if name[0] == "d"} == {16384}
     window = cases["llama-window4096-s65536"]
     assert (window.mask.left, window.mask.right, window.group) == (4095, 0, 4)

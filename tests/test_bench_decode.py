@@ -17,6 +17,7 @@ from bench import (
     ahead,
     bandwidth,
     candidates,
+    claims,
     decode,
     decode_claims,
     decode_report,
@@ -204,6 +205,37 @@ def test_a_sum_of_words_is_modulo_2_to_the_32() -> None:
     assert check.error_ratio(np.array([10, 13], np.uint64)) == np.inf
 
 
+def test_the_floor_moves_the_bytes_of_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy writes half of them; a sum a third, and it adds every word."""
+    launched = {}
+
+    def kernel(text: str, name: str, options: tuple[str, ...]) -> Any:
+        pieces = int(dict(option[2:].split("=") for option in options)["PIECES"])
+
+        def launch(grid: Any, block: Any, arguments: Any) -> None:
+            first, second, total, words = arguments
+            total[:] = first + second
+            launched.update(room=grid[0] * block[0] * pieces, words=int(words))
+
+        return launch
+
+    fake = types.ModuleType("cupy")
+    stream = types.SimpleNamespace(get_current_stream=lambda: None)
+    vars(fake).update(vars(np) | {"RawKernel": kernel, "cuda": stream})
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    p = replace(merge_case(16, "bfloat16").problem, heads=8, head_dim=8)
+    bytes_moved = roofline.work(p).bytes
+    suite = replace(MERGE, backend="reference", peers=("copy", "add"))
+    _, found = merge.bind(suite, Case(id="x", problem=p))
+    _, copy, add = found
+    assert [c.backend for c in found] == ["reference", "copy", "add"]
+    assert 2 * copy.expected.bits.nbytes == bytes_moved
+    total = add.run()
+    assert add.expected.error_ratio(total) == 0 and add.expected.error_ratio(0 * total) == np.inf
+    assert 3 * total.nbytes == bytes_moved == 3 * 16 * launched["words"]
+    assert 0 <= launched["room"] - launched["words"] < 1024
+
+
 def test_a_candidate_may_bring_what_its_own_output_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -318,13 +350,14 @@ def test_claims_are_held_to_rows() -> None:
         row(fp8, "decode_split", 270.0),
         row(fp8, "decode_split (bf16)", 480.0),
     ]
-    lines = decode_claims.verdicts(decode_claims.DECODE_CLAIMS, "decode_split", found)
-    assert [good for good, _ in lines] == [False, False, True, False, True, False, True]
-    assert lines[0][1].endswith("2 of 3 cells, worst 0.979 at 32x8-d128-p16-b128-k4096")
-    assert "1 of 1 cells, worst 0.979" in lines[2][1]  # a small cache is not held to the bandwidth
-    assert "worst 0.857 at 32x8-d128-p16-b1-k1024" in lines[3][1]
+    lines = claims.verdicts(decode_claims.DECODE_CLAIMS, "decode_split", found)
+    assert [good for good, _ in lines] == [False, False, True, True, True, False, True]
+    assert "2 of 3 cells" in lines[0][1]
+    assert lines[0][1].endswith("worst 0.979 at 32x8-d128-p16-b128-k4096")
+    assert "1 of 1 cells" in lines[2][1]  # a small cache is not held to the bandwidth
+    assert lines[3][1].startswith("open") and "worst 0.857 at 32x8-d128-p16-b1-k1024" in lines[3][1]
     assert "worst 3.083" in lines[4][1] and "worst 0.833" in lines[5][1]
-    nothing = decode_claims.verdicts(decode_claims.MERGE_CLAIMS, "merge", [])
+    nothing = claims.verdicts(decode_claims.MERGE_CLAIMS, "merge", [])
     assert [good for good, _ in nothing] == [False, False]
 
 

@@ -152,6 +152,8 @@ def test_what_is_not_accepted_exits_with_2(run: Any, line: str, words: str) -> N
         ),
         ("--q-len 1073741825", "1073741825 queries and 1073741825 keys: takes up to 1073741824"),
         ("--k-len 1073741825", "4096 queries and 1073741825 keys: takes up to 1073741824"),
+        ("--cache NHD --k-len 1073741825", "and 1073741825 keys: takes up to 1073741824"),
+        ("--cache HND --q-len 1 --k-len 2147483647", "2147483647 keys: takes up to 1073741824"),
     ],
 )
 def test_what_is_too_large_to_launch_is_not_planned(run: Any, line: str, words: str) -> None:
@@ -164,6 +166,8 @@ def test_the_largest_grid_and_the_longest_sequence_are_planned(run: Any) -> None
     largest = f"plan --device H200 --heads 1 --q-len 128 --batch {2**31 - 1} --json"
     assert run(largest).facts["launches"][0]["grid"] == 2**31 - 1
     assert run("plan --device H200 --heads 1 --q-len 1073741824").code == 0
+    found = run("plan --device H200 --q-len 1 --cache NHD --k-len 1073741824 --json")
+    assert (found.code, found.facts["problem"]["max_k"]) == (0, 2**30)
 
 
 def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,14 +22,25 @@ pytest_plugins = ("tests.cli",)
 H200 = Device.named("H200")
 
 
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float16)
+
+
 def compiled(line: str) -> set[tuple[str, Config]]:
     found = compile_command.of_calls(parser().parse_args(["compile", *line.split()]), H200)
     assert len(set(found)) == len(found)
     return set(found)
 
 
+def launches(function: Any, *arrays: Any, **arguments: Any) -> set[tuple[str, Config]]:
+    """What a call on such a GPU launches."""
+    with emulated("H200"):
+        made = rawattn.prepare(function, *arrays, **arguments)
+        return {(x.kernel, x.config) for plan in made.plans for x in plan.launches}
+
+
 def launched(batch: int, q_len: int, **arguments: Any) -> set[tuple[str, Config]]:
-    """What a call on such a GPU launches, over pages of 16 tokens, 3 a sequence."""
+    """Of attention over pages of 16 tokens, 3 a sequence."""
     blocks = 3 * batch
     stored = np.uint8 if "kv_cache_dtype" in arguments else np.float16
     shapes = {
@@ -39,21 +50,27 @@ def launched(batch: int, q_len: int, **arguments: Any) -> set[tuple[str, Config]
     packed = "cu_seqlens_q" in arguments
     q = np.zeros((batch * q_len, 4, 64) if packed else (batch, q_len, 4, 64), np.float16)
     new = [q[..., :2, :], q[..., 2:, :]] if arguments.pop("append", False) else []
-    table = np.arange(blocks, dtype=np.int32).reshape(batch, 3)
     caches = [np.zeros(shape, stored) for shape in shapes]
-    lengths = {"cache_seqlens": np.zeros(batch, np.int32), "max_seqlen_k": 40}
-    with emulated("H200"):
-        made = rawattn.prepare(
-            rawattn.flash_attn_with_kvcache,
-            *(q, *caches, *new),
-            block_table=table,
-            **lengths,
-            **arguments,
-        )
-        return {(x.kernel, x.config) for plan in made.plans for x in plan.launches}
+    where = {
+        "block_table": np.arange(blocks, dtype=np.int32).reshape(batch, 3),
+        "cache_seqlens": np.full(batch, 32, np.int32),
+        "max_seqlen_k": 40,
+    }
+    if "kv_indptr" in arguments:
+        del where["block_table"], where["cache_seqlens"]
+    function = rawattn.flash_attn_with_kvcache
+    if "common_prefix_len" in arguments:
+        function, where["block_table"][:, 0] = rawattn.cascade_attention, 0
+    return launches(function, q, *caches, *new, **where, **arguments)
 
 
 STARTS = {"cu_seqlens_q": np.array([0, 2, 4, 6], np.int32), "max_seqlen_q": 2}
+TREE = {"tree_mask": np.tril(np.ones((3, 2, 2), bool))}
+CSR = {
+    "kv_indptr": np.array([0, 3, 6, 9], np.int32),
+    "kv_indices": np.arange(9, dtype=np.int32),
+    "kv_last_page_len": np.full(3, 8, np.int32),
+}
 TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), np.zeros((40, 16), np.float16))
 CALLS: dict[str, tuple[set[str], dict[str, Any]]] = {
     "--cache NHD": ({"decode_split"}, {}),
@@ -72,6 +89,22 @@ CALLS: dict[str, tuple[set[str], dict[str, Any]]] = {
         {"append": True, "kv_cache_dtype": "fp8", "k_descale": 0.5},
     ),
     "--cache NHD --backend paged_v1": ({"paged_v1"}, {"backend": "paged_v1"}),
+    "--cache NHD --tree": ({"decode_split"}, TREE),
+    "--cache x-major --csr": ({"decode_split"}, {"layout": "x-major", **CSR}),
+    "--cache NHD --prefix 16 --causal": (
+        {"decode_sm90", "decode_split", "merge"},
+        {"common_prefix_len": 16, "causal": True},
+    ),
+    "--cache NHD --prefix 16 --cache-dtype fp8 --varlen": (
+        {"decode_split", "merge"},
+        {
+            "common_prefix_len": 16,
+            "kv_cache_dtype": "fp8",
+            "k_descale": 0.5,
+            "causal": False,
+            **STARTS,
+        },
+    ),
 }
 
 
@@ -82,6 +115,86 @@ def test_what_a_call_over_pages_launches_is_compiled(words: str) -> None:
     found = compiled(f"{line} {words}")
     assert {kernel for kernel, _ in found} == kernels
     assert found == launched(3, 2, **arguments)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_row_with_padding_in_front_is_compiled(layout: str) -> None:
+    line = f"--batch 3 --q-len 2 --k-len 40 --heads 4 --kv-heads 2 --head-dim 64 --cache {layout}"
+    shape = (3, 40, 2, 64) if layout == "NHD" else (3, 2, 40, 64)
+    q, cache, three = ones(3, 2, 4, 64), ones(*shape), np.full(3, 3, np.int32)
+    found = compiled(f"{line} --dtype float16 --leftpad")
+    assert {kernel for kernel, _ in found} == {"sequences", "decode_split"}
+    assert found == launches(
+        rawattn.flash_attn_with_kvcache,
+        *(q, cache, cache),
+        **{"cache_seqlens": three, "cache_leftpad": three, "layout": layout},
+    )
+
+
+def test_merging_is_compiled() -> None:
+    line, two = "--batch 2 --q-len 3 --heads 4 --head-dim 64 --dtype float16", ones(2, 6, 4, 64)
+    lses, (first, other) = np.ones((2, 4, 6), np.float32), two
+    merged = launches(rawattn.merge_states, two, lses)
+    assert compiled(f"{line} --merge 2") == merged and len(merged) == 1
+    assert merged == launches(rawattn.merge_attn_states, None, *(first, lses[0], other, lses[1]))
+    three = ones(3, 6, 4, 64), np.ones((3, 4, 6), np.float32)
+    assert compiled(f"{line} --merge 3") == launches(rawattn.merge_states, *three) != merged
+    out = np.zeros((6, 4, 64), np.uint8)
+    in_fp8 = launches(
+        rawattn.merge_attn_states, out, *(first, lses[0], other, lses[1]), output_scale=0.5
+    )
+    assert compiled(f"{line} --merge 2 --output-scale") == in_fp8 != merged
+
+
+@pytest.mark.parametrize(
+    ("words", "caches"),
+    [
+        ("--cache NHD", [(5, 16, 2, 64)] * 2),
+        ("--cache x-major", [(5, 2, 8, 16, 8), (5, 2, 64, 16)]),
+        ("--cache HND --page 1 --head-dim 3 --value-dim 2", [(5, 2, 1, 3), (5, 2, 1, 2)]),
+    ],
+)
+def test_copying_blocks_is_compiled(words: str, caches: Any) -> None:
+    line = f"--heads 4 --kv-heads 2 --head-dim 64 --dtype float16 --copy-blocks 3 {words}"
+    k, v = ([ones(*shape)] for shape in caches)
+    pairs = np.array([[0, 1]] * 3) * 0
+    assert compiled(line) == launches(rawattn.copy_blocks, k, v, pairs)
+
+
+def test_the_plan_of_a_cascade(run: Any) -> None:
+    """Of the whole cascade, or why nobody takes a part of it."""
+    line = "plan --device H200 --batch 8 --q-len 1 --k-len 4096 --heads 32 --cache HND --json"
+    facts = run(f"{line} --prefix 1024").facts
+    assert [x["kernel"] for x in facts["launches"]][-1] == "merge" and len(facts["launches"]) == 3
+    assert (facts["problem"]["batch"], facts["problem"]["max_k"]) == (8, 4096)
+    assert facts["backend"] == "decode_split"
+    found = run(f"{line} --prefix 1024 --batch 3000 --backend paged_v2")
+    assert found.code == 2
+    assert "attention to the shared prefix: no backend" in found.facts["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "kernel"),
+    [
+        ("--cache x-major --page 16", "decode_split"),
+        ("--cache x-major --page 4 --kv-heads 16", "paged_v2"),
+        ("--cache NHD --cache-dtype fp8", "decode_split"),
+        ("--cache HND --csr", "decode_split"),
+        ("--cache x-major --csr --cache-dtype int8", "decode_split"),
+    ],
+)
+def test_the_plan_of_a_cache_is_whole(run: Any, line: str, kernel: str) -> None:
+    """Tiles, grid, shared memory, and why others were passed over."""
+    line = f"plan --device H200 --batch 4 --q-len 1 --k-len 8000 --heads 16 {line}"
+    facts = run(f"{line} --json").facts
+    first = facts["launches"][0]
+    assert first["kernel"] == kernel == facts["backend"]
+    shown = " ".join(run(line).out.split())
+    assert f"grid {first['grid']}" in shown and f"smem_bytes {first['smem_bytes']}" in shown
+    assert first["grid"] > 0 and f"head_dim {first['config']['head_dim']}" in shown
+    passed_over = [reason.split(": ")[0] for reason in facts["passed_over"]]
+    assert passed_over == ([] if kernel == "decode_split" else ["decode_split"])
+    assert all(reason.split()[0] in shown for reason in facts["passed_over"])
 
 
 def test_a_plan_shows_what_is_compiled(run: Any) -> None:
@@ -157,6 +270,25 @@ def test_a_step_before_attention_that_nobody_takes(
         ("plan --cache NHD --append --k-len 9", "4096 tokens a sequence: accepted are up to 9"),
         ("compile --cache NHD --batch 1 0", "batch=0, q_len=4096: accepted are problems with"),
         ("plan --batch 1 2", "unrecognized arguments: 2"),
+        ("compile --tree", "--tree: says nothing without --cache"),
+        ("compile --all --merge 2", "--merge: says nothing with --all"),
+        ("compile --merge 2 --cache NHD", "--cache: says nothing with --merge"),
+        ("compile --merge 2 --batch 0", "batch=0, q_len=4096: accepted are problems with"),
+        ("plan --merge 3 --output-scale", "merge=3: with --output-scale accepted is 2"),
+        ("plan --output-scale", "--output-scale: says nothing without --merge"),
+        ("plan --merge 2 --dtype int8", "dtype='int8': accepted are float16"),
+        ("plan --merge 2 --backend fast", "backend='fast': accepted are merge, reference"),
+        ("plan --merge 0", "--merge: '0': accepted are integers from 1"),
+        ("plan --copy-blocks 9", "--copy-blocks: says nothing without --cache"),
+        ("plan --cache NHD --copy-blocks 9 --q-len 1", "--q-len: says nothing with --copy-blocks"),
+        ("plan --cache NHD --copy-blocks 9 --tree", "--tree: says nothing with --copy-blocks"),
+        ("plan --cache NHD --leftpad --page 8", "--page: says nothing with --leftpad"),
+        ("plan --cache x-major --leftpad", "leftpad: accepted with layout NHD and HND"),
+        ("plan --cache NHD --prefix 16 --window 3 0", "--window: says nothing with --prefix"),
+        ("plan --cache NHD --prefix 16 --append", "--append: says nothing with --prefix"),
+        ("plan --cache NHD --prefix 17", "common_prefix_len=17: accepted are multiples of the 16"),
+        ("plan --cache NHD --tree --causal", "causal=True: with tree_mask, which says"),
+        ("plan --cache NHD --csr --append", "k: accepted with seqused_k"),
     ],
 )
 def test_what_is_not_accepted(run: Any, line: str, words: str) -> None:

@@ -299,7 +299,7 @@ def test_tables_of_a_gpu_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch
 SPARSE = [
     BlockSparse(local_blocks=2, vert_stride=6, block_size=32, head_sliding_step=1, tp_rank=0),
     BlockSparse(local_blocks=0, vert_stride=7, block_size=16, head_sliding_step=-2, tp_rank=3),
-    BlockSparse(local_blocks=1, vert_stride=2, block_size=48, head_sliding_step=0, tp_rank=1),
+    BlockSparse(local_blocks=1, vert_stride=2, block_size=48, head_sliding_step=0, tp_rank=0),
 ]
 
 

@@ -85,6 +85,9 @@ CASES = {
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
     "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
     "x-major cluster": Case(k_lens=(300,), kv_heads=1, group=8, sms=132, layout=X_MAJOR),
+    "x-major cluster, pages of 32": Case(
+        k_lens=(300, 3), kv_heads=1, sms=132, layout=X_MAJOR, page=32
+    ),
     # cp.async
     "pages of 5": Case(
         k_lens=MANY, sms=2, page=5, tma=False, mask=Mask(left=150, right=0), sink=True
@@ -228,6 +231,7 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
         "cluster of 2": 2,
         "e4m3 cluster": 8,
         "x-major cluster": 8,
+        "x-major cluster, pages of 32": 8,
         "draft cluster": 8,
     }
 

@@ -85,6 +85,14 @@ def test_packed(op_of: Callable[..., Op], tile: Tile) -> None:
     law_matches_reference(op_of(tile), case)
 
 
+@pytest.mark.parametrize("tile", (D256, SELF_SHORT), ids=name)
+def test_window(op_of: Callable[..., Op], tile: Tile) -> None:
+    """Key tiles that a row does not see whole at both ends, and some between that all see whole."""
+    case = Case(q_lens=(70,), k_lens=(300,), dtype="float16", q_heads=1, kv_heads=1)
+    case = replace(case, head_dim=tile.head_dim, value_dim=tile.value_dim)
+    law_matches_reference(op_of(tile), replace(case, window=(250, 3)))
+
+
 @pytest.mark.parametrize("tile", (D128, D256), ids=name)
 def test_empty_rows(op_of: Callable[..., Op], tile: Tile) -> None:
     """Beside rows that meet a NaN in v, whether out leaves through shared memory or not."""

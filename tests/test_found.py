@@ -5,7 +5,9 @@ without effect, or wrong in silence: each with the value that it has, or the wor
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +158,7 @@ WITHOUT_EFFECT: Bad = [
     ({"blocksparse_block_size": 16}, VALUE, "blocksparse_block_size=16: accepted is 64 with block"),
     ({"tp_rank": 3}, VALUE, "tp_rank=3: accepted is 0 with blocksparse_vert_stride=0, of which"),
     ({"tp_rank": 3, "blocksparse_vert_stride": 1}, VALUE, "accepted is 0 with blocksparse_vert_st"),
+    ({"tp_rank": 3, "blocksparse_vert_stride": 2}, VALUE, "is 0 with blocksparse_head_sliding_ste"),
     ({"blocksparse_block_size": 0}, VALUE, "blocksparse_block_size=0: accepted are integers from "),
     ({"query": normal(2, 4, 32)[..., ::2]}, VALUE, "query of shape (2, 4, 16) has strides (512"),
 ]  # fmt: skip
@@ -219,6 +222,16 @@ def test_a_prepared_call_has_its_outputs_or_makes_them(name: str) -> None:
     refuses(function, {**call, "out": None, "plan": given}, VALUE, message)
     assert function(**{**call, "out": other, "plan": given}) is other
     np.testing.assert_array_equal(other, function(**call, plan=without))
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_prepared_call_stays_in_its_process(name: str, duplicate: Any) -> None:
+    """It was pickled, with the addresses of arrays that another process does not have."""
+    function, call, _ = PREPARED[name]
+    plan = rawattn.prepare(function, **call)
+    with pytest.raises(TypeError, match=r"pickled nor copied; accepted is rawattn\.prepare"):
+        duplicate(plan)
 
 
 # ---- cascades ------------------------------------------------------------------------------------

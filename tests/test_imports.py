@@ -6,14 +6,19 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rawattn
+from rawattn.prepared import FUNCTIONS
 
 PACKAGE = Path(rawattn.__file__).parent
 FOLDERS = (PACKAGE, PACKAGE / "plan", PACKAGE / "roofline")
@@ -94,6 +99,17 @@ def test_public_names_load() -> None:
         assert "flash_attention" in str(error)
     else:
         raise AssertionError("an unknown name must not load")
+
+
+@pytest.mark.parametrize("function", [rawattn.prepare, *FUNCTIONS], ids=lambda f: f.__name__)
+def test_docstrings_are_whole(function: Callable[..., Any]) -> None:
+    """An example, and all arguments, here or where a sentence sends the reader."""
+    text = " ".join((inspect.getdoc(function) or "").split())
+    assert "Parameters ---" in text and ">>> " in text
+    missing = {
+        x for x in inspect.signature(function).parameters if not re.search(rf"\b{x}\b", text)
+    }
+    assert not missing or "not described here are those of" in text
 
 
 @pytest.mark.parametrize("name", ["dense", "kv_cache", "merge", "paged", "prepared"])

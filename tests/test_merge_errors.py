@@ -38,7 +38,7 @@ BAD_CASCADES: Bad = [
     ({"common_prefix_len": 4}, VALUE, "common_prefix_len=4: accepted are multiples of the 8 token"),
     ({"common_prefix_len": 32}, VALUE, "common_prefix_len=32: accepted are multiples of the 8 tok"),
     ({"common_prefix_len": -8}, VALUE, "common_prefix_len=-8: accepted are integers from 0"),
-    ({"common_prefix_len": None}, TYPE, "common_prefix_len is None: accepted are integers"),
+    ({"common_prefix_len": None}, TYPE, "common_prefix_len is None: accepted is a number"),
     ({"common_prefix_len": 8.0}, TYPE, "common_prefix_len=8.0: accepted is an integer"),
     ({"block_table": None}, TYPE, "block_table is None: accepted is an array"),
     ({"cache_seqlens": None}, TYPE, "cache_seqlens is None: accepted is an array"),

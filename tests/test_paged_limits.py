@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn import paged_call
+from rawattn.arrays import contiguous
 from rawattn.device import Device
+from rawattn.paged_request import FIELDS, PagedArrays, PagedOptions
 from rawattn.plan.paged import plan
 from tests.refusals import F32, I32, TYPE, VALUE, Bad, name_of, paged, refuses, zeros
 
@@ -154,6 +157,27 @@ def test_packed_new_tokens_are_those_of_each_sequence_alone() -> None:
         want = rawattn.flash_attn_with_kvcache(**single | longer, k=k[None, new], v=v[None, new])
         assert np.allclose(out[one], want, atol=1e-6)
     assert all((a == b).all() for a, b in zip(alone, together, strict=True))
+
+
+def test_room_for_more_keys_than_a_sequence_may_have() -> None:
+    """A table may have it, a caller may not ask for it: what was above 2^30 was cut off."""
+    pages = 2**30 // 8 + 1
+    specs = PagedArrays(
+        q=contiguous((1, 1, 4, 64), "float16", None),
+        k_cache=contiguous((9, 8, 2, 64), "float16", None),
+        v_cache=contiguous((9, 8, 2, 64), "float16", None),
+        block_table=contiguous((1, pages), "int32", None),
+        seqused_k=contiguous((1,), "int32", None),
+    )
+
+    def planned(max_seqlen_k: int | None) -> Any:
+        options = PagedOptions(max_seqlen_k=max_seqlen_k)
+        request = paged_call.accepted(FIELDS, False, specs, options)
+        return paged_call.plans(request, Device.named("H200"))[-1].problem.max_k
+
+    assert planned(None) == planned(2**30) == 2**30
+    with pytest.raises(rawattn.Unsupported, match="1073741825 keys: takes up to 1073741824"):
+        planned(2**30 + 1)
 
 
 def test_as_many_parts_as_are_asked_for() -> None:

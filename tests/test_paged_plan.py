@@ -111,6 +111,27 @@ def test_flags_state_the_problem_of_the_call() -> None:
     assert of_flags(f"{line} --cache NHD --cache-dtype fp8") == made.plan.problem
 
 
+def test_flags_state_the_problem_of_other_tables_and_masks() -> None:
+    line = "--batch 3 --q-len 2 --k-len 40 --heads 4 --kv-heads 2 --head-dim 64 --dtype float16"
+    q, lengths = np.zeros((3, 2, 4, 64), np.float16), np.full(3, 9, np.int32)
+    pages, row = np.zeros((9, 16, 2, 64), np.float16), np.zeros((3, 40, 2, 64), np.float16)
+    csr = {
+        "kv_indptr": np.array([0, 3, 6, 9], np.int32),
+        "kv_indices": np.arange(9, dtype=np.int32),
+        "kv_last_page_len": np.full(3, 8, np.int32),
+        "max_seqlen_k": 40,
+    }
+    where = {"block_table": np.zeros((3, 3), np.int32), "max_seqlen_k": 40}
+    tree = {"tree_mask": np.ones((3, 2, 2), bool)}
+    for words, cache, arguments in (
+        ("--csr", pages, csr),
+        ("--tree", pages, {"cache_seqlens": lengths, **where, **tree}),
+        ("--leftpad", row, {"cache_seqlens": lengths, "cache_leftpad": lengths}),
+    ):
+        made = rawattn.prepare(rawattn.flash_attn_with_kvcache, q, cache, cache, **arguments)
+        assert of_flags(f"{line} --cache NHD {words}") == made.plan.problem
+
+
 def test_the_command_says_what_the_planner_says(run: Any) -> None:
     line = "--device H200 --cache x-major --batch 32 --q-len 1 --k-len 4096 --heads 32 --kv-heads 8"
     found = run(f"plan {line} --json").facts

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn.device import Device
+from rawattn.device import SMEM_KB, Device
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode
 from rawattn.problem import CacheLayout, Mask, Scores
@@ -45,7 +45,7 @@ def test_every_choice_is_compiled() -> None:
     for arch in ("sm_80", "sm_89", "sm_90a", "sm_120"):
         device = dataclasses.replace(H200, arch=arch)
         compiled = {c for kernel, c in all_configs(arch) if kernel.name.startswith("decode")}
-        assert all(c.smem_bytes <= decode.SMEM_KB[arch] * 1024 for c in compiled)
+        assert all(c.smem_bytes <= SMEM_KB[arch] * 1024 for c in compiled)
         for head_dim in (64, 80, 128, 192, 256):
             for layout in CacheLayout:
                 for page in (1, 8, 16, 48, 256):

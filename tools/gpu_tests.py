@@ -6,6 +6,10 @@
                                                     --outputs (writes tests/gpu_outputs.npz)
     python -m tools.gpu_tests --check               does the record belong to the current sources?
 
+The tests of the example need gguf, tokenizers and the weights, a file that RAWATTN_EXAMPLE_WEIGHTS
+may name. The record counts the tests of each file; where one with GPU tests has none that passed, a
+test fails that needs no GPU.
+
 Parts that run on the same sources and GPU add up in one record. It is also copied to the folder
 $OUT, if there is one. Every Config of the GPU is compiled first, on all cores.
 """
@@ -40,8 +44,15 @@ LAUNCH_CODE = (
     *("plan", "registry", "compile", "launch", "params", "tensor_map", "counters"),
     *("forward", "calls", "cache_configs", "decode_configs"),
 )
+LAW_FILES = ("tests/test_laws.py",)
+EXAMPLE_FILES = ("tests/test_generate.py", "tests/test_generate_paged.py")
+COUNTED = ("passed", "failed", "skipped", "why_skipped", "files", "seconds")
+TESTED = ("laws", "example", "pytest")  # parts that run pytest
+# The example's tests measure no time and wait for the host: they run beside the laws.
+TOGETHER = (("laws", "example"), ("pytest",), ("outputs",), ("sanitizer",))
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SANITIZER_SECONDS = 120  # for one tool
+GPU_MARK = r"pytest\.mark\.gpu\b"  # in a file with GPU tests
 
 Record = dict[str, Any]
 
@@ -82,16 +93,36 @@ def status() -> str:
     found = "matches the current sources"
     if record["sources"] != sources_digest():
         found = f"is of OTHER sources ({record['sources']}, not {sources_digest()})"
-    tests, laws = record.get("pytest", {}), record.get("laws", {})
+    parts, laws = [record.get(name, {}) for name in ("pytest", "example")], record.get("laws", {})
+    tests = {key: sum(part.get(key, 0) for part in parts) for key in COUNTED[:3]}
+    left = missing(record) if counts_files(record) else []
     sanitizer = ", ".join(f"{k} {v}" for k, v in record.get("sanitizer", {}).items())
     return (
         f"GPU record: {found}. {record['gpu']}, {record['date']}: "
-        f"{tests.get('passed', 0)} tests passed, {tests.get('failed', 0)} failed, "
-        f"{tests.get('skipped', 0)} skipped; "
+        f"{tests['passed']} tests passed, {tests['failed']} failed, {tests['skipped']} skipped"
+        f"{' (none passed of ' + ', '.join(left) + ')' if left else ''}; "
         f"{laws.get('examples', 0)} examples of laws, {laws.get('failed', 0)} laws failed; "
         f"outputs of {record.get('outputs', {}).get('problems', 0)} problems; "
         f"sanitizer: {sanitizer or 'not run'}"
     )
+
+
+def gpu_files() -> list[str]:
+    """The files that have GPU tests."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [f"tests/{path.name}" for path in files if re.search(GPU_MARK, path.read_text())]
+
+
+def counts_files(record: Record) -> bool:
+    """Whether a record says what ran of each file; those of before did not."""
+    return any(part in record and "files" in record[part] for part in TESTED)
+
+
+def missing(record: Record) -> list[str]:
+    """Files with GPU tests of which none passed."""
+    counted = [record.get(part, {}).get("files", {}) for part in TESTED]
+    passed = [name for files in counted for name, count in files.items() if count.get("passed")]
+    return [name for name in gpu_files() if name not in passed]
 
 
 # ---- the parts -----------------------------------------------------------------------------------
@@ -147,7 +178,8 @@ def pytest(*arguments: str, **environment: str) -> Record:
             env={**os.environ, **environment},
             check=False,
         ).returncode
-        record: Record = {"passed": 0, "failed": 0, "skipped": 0, "why_skipped": {}, "laws": {}}
+        record: Record = dict.fromkeys(COUNTED[:3], 0)
+        record |= {"why_skipped": {}, "files": {}, "laws": {}}
         if file.is_file():
             record = json.loads(file.read_text())
     if not record["failed"] and (code or not record["passed"]):
@@ -156,9 +188,15 @@ def pytest(*arguments: str, **environment: str) -> Record:
 
 
 def run_pytest() -> Record:
-    """Every GPU test but the laws, one after the other: some of them measure time."""
-    record = pytest("--ignore=tests/test_laws.py")
-    return {key: record[key] for key in ("passed", "failed", "skipped", "why_skipped", "seconds")}
+    """All other GPU tests, one after the other: some of them measure time."""
+    record = pytest(*(f"--ignore={name}" for name in (*LAW_FILES, *EXAMPLE_FILES)))
+    return {key: record[key] for key in COUNTED}
+
+
+def run_example() -> Record:
+    """The tests of the example model."""
+    record = pytest(*EXAMPLE_FILES)
+    return {key: record[key] for key in COUNTED}
 
 
 def run_laws(examples: int) -> Record:
@@ -168,13 +206,14 @@ def run_laws(examples: int) -> Record:
     each = math.ceil(examples / len(LAWS))
     spread = ("-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal")
     # The products of the reference are small, and the workers share the cores.
-    record = pytest("tests/test_laws.py", f"--examples={each}", *spread, OPENBLAS_NUM_THREADS="1")
+    record = pytest(*LAW_FILES, f"--examples={each}", *spread, OPENBLAS_NUM_THREADS="1")
     seen = record["laws"].values()
     worst = {name: max(x["worst"][name] for x in seen) for x in seen for name in x["worst"]}
     return {
         "examples": sum(x["examples"] for x in seen),
         "laws": record["passed"],
         "failed": record["failed"],
+        "files": record["files"],
         "worst_error_of_bound": {k: round(v, 4) for k, v in sorted(worst.items())},
         "seconds": record["seconds"],
     }
@@ -249,7 +288,8 @@ def write(part: str, result: Record) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="say whether the record is current")
-    parser.add_argument("--pytest", action="store_true", help="the GPU tests, without the laws")
+    about = "the GPU tests, without the laws: of the example, and all others"
+    parser.add_argument("--pytest", action="store_true", help=about)
     parser.add_argument("--laws", type=int, nargs="?", const=3000, help="examples (default 3000)")
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer's four tools")
     parser.add_argument("--outputs", action="store_true", help="what the emulator is held to")
@@ -262,7 +302,7 @@ def main() -> int:
     if options.laws or everything:
         parts["laws"] = lambda: run_laws(options.laws or 3000)
     if options.pytest or everything:
-        parts["pytest"] = run_pytest
+        parts |= {"example": run_example, "pytest": run_pytest}
     if options.outputs or everything:
         parts["outputs"] = run_outputs
     if options.sanitizer or everything:
@@ -273,11 +313,14 @@ def main() -> int:
         print(f"tools.gpu_tests: {error}", file=sys.stderr)
         return 1
     failed = False
-    for name, run in parts.items():
-        result = run()
-        write(name, result)
-        print(name, json.dumps(result), flush=True)
-        failed |= bool(result.get("failed")) or "FAILED" in str(result)
+    for group in TOGETHER:
+        names = [name for name in group if name in parts]
+        with ThreadPoolExecutor() as pool:
+            results = list(pool.map(lambda name: parts[name](), names))
+        for name, result in zip(names, results, strict=True):
+            write(name, result)
+            print(name, json.dumps(result), flush=True)
+            failed |= bool(result.get("failed")) or "FAILED" in str(result)
     print(status())
     return failed
 

@@ -16,7 +16,7 @@ from typing import Any
 from rawattn import cache, compile
 from rawattn.cli import flags
 from rawattn.cli.cache import folder_facts
-from rawattn.cli.plan import plans
+from rawattn.cli.calls import call_of
 from rawattn.device import DEVICES, Device
 from rawattn.registry import ARCHITECTURES, KERNELS, Config, all_configs
 
@@ -46,12 +46,12 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
 def of_calls(args: Namespace, device: Device) -> list[tuple[str, Config]]:
     """What the calls of the flags launch, each kernel once: calls of all batches and lengths.
 
-    Raises as `plans`; ValueError for a call that launches nothing on any device.
+    Raises as `call_of` and its plans; ValueError for a call that launches nothing on any device.
     """
     found: dict[tuple[str, Config], None] = {}
     for batch, q_len, k_len in itertools.product(args.batch, args.q_len, args.k_len):
         call = Namespace(**{**vars(args), "batch": batch, "q_len": q_len, "k_len": k_len})
-        steps = plans(call, device)
+        steps = call_of(call).plans(device)
         if steps[-1].problem.empty:
             raise ValueError(
                 f"batch={batch}, q_len={q_len}: accepted are problems with an output, "

@@ -7,23 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.decode_configs import DecodeSm90
-from rawattn.device import Device
+from rawattn.device import SMEM_KB, Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan import decode_sm90, paged_v2
 from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, Part, TensorMap, refuses_device
+from rawattn.plan.decode_sm90 import BOX
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import DecodeSplit
 
-CACHES = EIGHT_BIT
 HEAD_DIMS = (64, 128, 256)  # of tiles
 UNALIGNED_DIMS = HEAD_DIMS[1:]  # of those whose elements are moved one by one: few configs
 WIDE_TILES = {64: 4, 128: 4, 256: 2}  # of 8 rows, for many: as many as registers hold
-# Shared memory that a block can have.
-SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
 # Bytes in flight an SM that we aim at. More were 1 to 2 % slower at size and no faster at batch 1
 # (H200, 2026-11-30).
 IN_FLIGHT = 128 * 1024
-BOX = 16  # tokens of a tensor copy; they do not cross pages
 SPLIT_STEP = 64  # a fixed split is a multiple of this, as this is of any Config.unit
 # Blocks of a cluster that shares a segment, where all segments are on the GPU at a time: 1 to 3 us
 # less (H200, 2026-11-30). A cluster needs SMs of one GPC, and 16 of 8 blocks, or 32 of 4, did not
@@ -120,7 +117,7 @@ WIDE_VARIANTS = ((True, True, False), (True, True, True), (False, True, True))
 
 def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[bool, bool, bool]]:
     """Those of them that there are on `arch`."""
-    quantized = cache in CACHES.values()
+    quantized = cache in EIGHT_BIT.values()
     # Few configs: of 8-bit caches only those of the most common head size come by TMA.
     tma = arch == "sm_90a" and (head_dim == 128 or not quantized)
     variants = VARIANTS if quantized or xmajor else VARIANTS + WIDE_VARIANTS
@@ -142,8 +139,8 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
                     if element == "fp16":
                         yield _clustered(arch, element, CLUSTER_CACHE, xmajor, cluster)
             yield _paired(arch, element)
-    for cache in (*ELEMENTS.values(), *CACHES.values()):
-        element = "fp16" if cache in CACHES.values() else cache
+    for cache in (*ELEMENTS.values(), *EIGHT_BIT.values()):
+        element = "fp16" if cache in EIGHT_BIT.values() else cache
         for head_dim in HEAD_DIMS:
             shared = _with_heads(head_dim, element=element, cache=cache)
             if shared is not None and arch == "sm_90a":
@@ -218,7 +215,7 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     arch = device.arch
     xmajor = p.layout is CacheLayout.X_MAJOR
     head_dim = next(d for d in HEAD_DIMS if d >= max(p.head_dim, p.value_dim))
-    cache = CACHES.get(p.cache_dtype) or ELEMENTS[p.cache_dtype]
+    cache = EIGHT_BIT.get(p.cache_dtype) or ELEMENTS[p.cache_dtype]
     element = "fp16" if p.quantized else cache
     if _unaligned(p):
         head_dim = max(head_dim, UNALIGNED_DIMS[0])
@@ -263,8 +260,8 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
-    if p.cache_dtype not in (p.dtype, *CACHES):
-        return f"a cache of {p.cache_dtype}: takes {p.dtype}, {', '.join(CACHES)}"
+    if p.cache_dtype not in (p.dtype, *EIGHT_BIT):
+        return f"a cache of {p.cache_dtype}: takes {p.dtype}, {', '.join(EIGHT_BIT)}"
     if max(p.head_dim, p.value_dim) > HEAD_DIMS[-1]:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to {HEAD_DIMS[-1]}"
     if p.block_sparse:

@@ -8,18 +8,9 @@ from collections.abc import Iterator
 from rawattn.cache_configs import PagedV1
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem
-from rawattn.plan.base import MAX_GRID, Launch
+from rawattn.plan.base import FLOATS, MAX_GRID, TYPES, Launch, refuses_device
 from rawattn.problem import MAX_LENGTH, Rows
-from rawattn.registry import KERNELS
 
-CACHES = {
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "float",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "int8": "int8",
-}
 HEAD_DIMS = (128, 256)
 
 
@@ -27,29 +18,27 @@ def config(p: PagedProblem) -> PagedV1:
     """The Config for a problem that `refuses` does not refuse."""
     size = max(p.head_dim, p.value_dim)
     head_dim = next((d for d in HEAD_DIMS if size <= d), HEAD_DIMS[-1])
-    return PagedV1(cache=CACHES[p.cache_dtype], head_dim=head_dim)
+    return PagedV1(cache=TYPES[p.cache_dtype], head_dim=head_dim)
 
 
 def configs(arch: str) -> Iterator[PagedV1]:
     """Every Config that `launches` can choose."""
-    for cache in CACHES.values():
+    for cache in TYPES.values():
         for head_dim in HEAD_DIMS:
             yield PagedV1(cache=cache, head_dim=head_dim)
 
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
-    if device.arch == "host":
-        return "needs CUDA arrays, found NumPy arrays"
-    if device.arch not in KERNELS["paged_v1"].architectures:
-        return f"needs one of {', '.join(KERNELS['paged_v1'].architectures)}, found {device.arch}"
+    if reason := refuses_device("paged_v1", device):
+        return reason
     if p.q_rows not in (Rows.DENSE, Rows.PACKED):
         return f"{p.q_rows.value} queries: takes dense and packed ones"
     if p.block_sparse and (p.max_q > 1 or p.q_rows is not Rows.DENSE or p.tree):
         return "block-sparse attention: takes one query a sequence, in a dense batch"
     if p.mask.top_left and not p.mask.trivial:
         return "a mask aligned to the top left: takes the bottom right"
-    if p.dtype not in CACHES or (p.quantized and p.dtype == "float32"):
+    if p.dtype not in FLOATS or (p.quantized and p.dtype == "float32"):
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes 8-bit ones with 16-bit queries"
     if max(p.max_q, p.max_k) > MAX_LENGTH:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"

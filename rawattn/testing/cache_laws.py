@@ -12,15 +12,16 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from rawattn.paged_problem import cache_shapes
 from rawattn.problem import CacheLayout
 from rawattn.reference import merge_states
 from rawattn.reference_paged import quantized, slots
 from rawattn.testing.cases import short_repr
 from rawattn.testing.closeness import ulp
 from rawattn.testing.inputs import CANARY, POISON, Array, Placed, to_host
+from rawattn.testing.paged_cases import CACHE_WORDS
 
 Call = Callable[..., Any]
-EIGHT_BIT = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2", "int8": "int8"}
 
 
 # ---- storing tokens ------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class WriteCase:
 def write_cases(draw: DrawFn, dtypes: tuple[str, ...]) -> WriteCase:
     """One case, odd sizes among them."""
     layout = draw(st.sampled_from([layout.value for layout in CacheLayout]))
-    cache_dtype = draw(st.sampled_from(("same", "same", *EIGHT_BIT)))
+    cache_dtype = draw(st.sampled_from(("same", "same", *CACHE_WORDS)))
     dtype = draw(st.sampled_from(dtypes))
     x = 16 // (1 if cache_dtype != "same" else np.dtype(dtype).itemsize)
     dims = st.sampled_from((64, 128, 80)) | st.integers(1, 20)
@@ -86,17 +87,16 @@ def law_written_is_read(calls: tuple[Call, Call], xp: Any, case: WriteCase) -> N
     scales = rng.uniform(0.01, 0.2, (2, c.kv_heads if c.by_head else 1)).astype(np.float32)
     where = rng.permutation(blocks * c.page)[: c.tokens].astype(np.int64)
     where[rng.random(c.tokens) < 0.2] = -1
-    x = 16 // stored.itemsize
-    by_layout: dict[CacheLayout, list[tuple[int, ...]]] = {
-        CacheLayout.NHD: [(c.page, c.kv_heads, size) for size in (c.head_dim, c.value_dim)],
-        CacheLayout.HND: [(c.kv_heads, c.page, size) for size in (c.head_dim, c.value_dim)],
-        CacheLayout.X_MAJOR: [
-            (c.kv_heads, c.head_dim // x, c.page, x),
-            (c.kv_heads, c.value_dim, c.page),
-        ],
-    }
-    shapes = by_layout[layout := CacheLayout(c.layout)]
-    before = [rng.integers(0, 256, (blocks, *s, stored.itemsize), np.uint8) for s in shapes]
+    shapes = cache_shapes(
+        layout := CacheLayout(c.layout),
+        stored.name,
+        blocks=blocks,
+        page=c.page,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        value_dim=c.value_dim,
+    )
+    before = [rng.integers(0, 256, (*s, stored.itemsize), np.uint8) for s in shapes]
     want = [cache.copy() for cache in before]
     kept = where >= 0
     for cache, tokens, scale in zip(want, (k, v), scales, strict=True):
@@ -109,7 +109,7 @@ def law_written_is_read(calls: tuple[Call, Call], xp: Any, case: WriteCase) -> N
     quantization: tuple[Any, ...] = ()
     if c.cache_dtype != "same":
         given = [xp.asarray(s) if c.by_head else float(s[0]) for s in scales]
-        quantization = EIGHT_BIT[c.cache_dtype], *given
+        quantization = CACHE_WORDS[c.cache_dtype], *given
     arguments = (*(x.view for x in placed), *caches, xp.asarray(where), *quantization)
     if layout is CacheLayout.X_MAJOR:
         calls[0](*arguments)

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rawattn.cache_request import CACHE_DTYPES
 from rawattn.problem import CacheLayout
 from rawattn.testing.cases import DATA, Narrowed, short_repr
+
+# dtype: the first kv_cache_dtype that means it
+CACHE_WORDS = {dtype: word for word, dtype in reversed(CACHE_DTYPES.items())}
 
 LAYOUTS = tuple(layout.value for layout in CacheLayout)
 TABLES = (

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  makes np.dtype("float8_e4m3fn") known
 import numpy as np
 
+from rawattn.paged_problem import cache_shapes
 from rawattn.problem import CacheLayout
 from rawattn.reference_paged import dequantized, quantized, rotated, slots, tree_seen
 from rawattn.testing.cases import Case
@@ -26,7 +27,7 @@ from rawattn.testing.inputs import (
     drawn,
     to_host,
 )
-from rawattn.testing.paged_cases import PagedCase
+from rawattn.testing.paged_cases import CACHE_WORDS, PagedCase
 
 NOWHERE = (-1, 2_147_480_000)  # what table entries of nobody may hold
 
@@ -281,15 +282,17 @@ def _empty_caches(
 ) -> tuple[Array, Array]:
     """Caches full of poison."""
     c, dtype = t.case, np.dtype(t.case.stored)
-    x, heads = 16 // dtype.itemsize, c.kv_heads
-    shapes: dict[CacheLayout, list[tuple[int, ...]]] = {
-        CacheLayout.NHD: [(page, heads, size) for size in (c.head_dim, c.value_dim)],
-        CacheLayout.HND: [(heads, page, size) for size in (c.head_dim, c.value_dim)],
-        CacheLayout.X_MAJOR: [(heads, c.head_dim // x, page, x), (heads, c.value_dim, page)],
-    }
+    shapes = cache_shapes(
+        layout,
+        c.stored,
+        blocks=blocks,
+        page=page,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        value_dim=c.value_dim,
+    )
     k, v = (
-        np.full((blocks, *shape, dtype.itemsize), poison, np.uint8).view(dtype)[..., 0]
-        for shape in shapes[layout]
+        np.full((*shape, dtype.itemsize), poison, np.uint8).view(dtype)[..., 0] for shape in shapes
     )
     return k, v
 
@@ -329,9 +332,7 @@ def _scores(t: PagedTensors) -> dict[str, Any]:
         "split_tokens": c.split,
     }
     if c.quantized:
-        found["kv_cache_dtype"] = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2"}.get(
-            c.stored, c.stored
-        )
+        found["kv_cache_dtype"] = CACHE_WORDS[c.stored]
         for name, scale in (("k_descale", t.k_scale), ("v_descale", t.v_scale)):
             found[name] = _given_scale(scale, c)
     if c.tree:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rawattn.arrays import DTYPES
 from rawattn.cache_problem import CopyBlocksProblem, KvWriteProblem, RotaryProblem
+from rawattn.paged_problem import cache_shapes
 from rawattn.plan import kv_write
 from rawattn.problem import CacheLayout
 from rawattn.reference_paged import rotated, write_cache
@@ -19,19 +20,11 @@ from tools.cases.base import H200, Array, Arrays, KernelCase, spaced, strides, v
 # ---- caches --------------------------------------------------------------------------------------
 
 
-def _cache(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: CacheLayout, key: bool
-) -> Array:
-    """Random bytes: blocks of (page, heads, size) in a layout, with gaps between the blocks."""
-    blocks, page, heads, size = shape
-    x = 16 // DTYPES[dtype].itemsize
-    block = {
-        CacheLayout.NHD: (page, heads, size),
-        CacheLayout.HND: (heads, page, size),
-        CacheLayout.X_MAJOR: (heads, size // x, page, x) if key else (heads, size, page),
-    }[layout]
+def _cache(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Random bytes, with gaps between the blocks."""
+    blocks, *block = shape
     elements = int(np.prod(block))
-    stride = elements + x * int(rng.integers(2))
+    stride = elements + 16 // DTYPES[dtype].itemsize * int(rng.integers(2))
     wide = rng.integers(0, 256, (blocks, stride * DTYPES[dtype].itemsize), np.uint8)
     return wide.view(dtype)[:, :elements].reshape(blocks, *block)
 
@@ -137,6 +130,18 @@ class _Shape:
     aligned: bool
     unit: int  # elements that rows are a multiple of, where aligned
 
+    def caches(self, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of keys and of values."""
+        return cache_shapes(
+            self.layout,
+            dtype,
+            blocks=self.blocks,
+            page=self.page,
+            kv_heads=self.heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+        )
+
     @classmethod
     def draw(cls, rng: np.random.Generator, dtype: str, cache_dtype: str) -> _Shape:
         layout = list(CacheLayout)[int(rng.integers(3))]
@@ -213,9 +218,7 @@ def kv_write_case(seed: int, dtype: str, cache_dtype: str, rotary: bool) -> Kern
     sizes = shape.head_dim, shape.value_dim
     lead = len(new.slots), shape.heads
     k, v = (values(rng, (*lead, n), dtype, odd=cache_dtype != "int8") for n in sizes)
-    slots = shape.blocks, shape.page, shape.heads
-    k_cache = _cache(rng, (*slots, sizes[0]), cache_dtype, shape.layout, key=True)
-    v_cache = _cache(rng, (*slots, sizes[1]), cache_dtype, shape.layout, key=False)
+    k_cache, v_cache = (_cache(rng, s, cache_dtype) for s in shape.caches(cache_dtype))
     turned, tables, turn = k, {}, NO_TURN
     if rotary:
         turned, tables, turn = _turn(rng, shape, k, dtype, new.positions)
