@@ -40,13 +40,15 @@ CLUSTER_CACHE = "e4m3"  # beside those of 16 bits
 # 131.5 (H200, 2026-11-30).
 PAIR_HEAD_DIM = 128
 PAIR_SEGMENTS = 256  # with fewer of them, 1 to 2 % longer: there are more parts to merge
-# KV heads that a unit holds where a token's row of one has ROW_OF_ONE bytes: twice as many at a place
+# KV heads that a unit holds where a token's row of one has ROW_OF_ONE bytes: twice as many together
 # are read in 1 to 3 % less time (NHD, H200; other layouts have the rows of a head together). Segments
-# are half as many, so there have to be many, and long ones.
+# are half as many, so there have to be many, and long ones. Where sequences may be very long, few of
+# them often are: 63 of 128 keys beside one of 128 k took 18 % longer.
 HEADS = 2
 ROW_OF_ONE = 128
 HEADS_BATCH = 32
-HEADS_TOKENS = 2**18  # of the batch
+HEADS_TOKENS = 2**17  # of the batch
+HEADS_KEYS = 2**14  # of a sequence, at most
 # What it is worth that a block walks one KV head only, in step with its neighbours: 128 blocks that
 # did took 1 to 4 % less time than 132 that did not (H200, 2026-11-30).
 LOCKSTEP = 1.05
@@ -207,7 +209,8 @@ def _cluster(p: PagedProblem, device: Device) -> int:
 def _shares_units(p: PagedProblem) -> bool:
     """Whether units of several KV heads take less time."""
     fits = p.layout is CacheLayout.NHD and p.kv_heads % HEADS == 0 and p.rows * HEADS <= 8
-    return fits and p.batch >= HEADS_BATCH and p.batch * p.max_k >= HEADS_TOKENS
+    many = p.batch >= HEADS_BATCH and p.batch * p.max_k >= HEADS_TOKENS
+    return fits and many and p.max_k <= HEADS_KEYS
 
 
 def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
