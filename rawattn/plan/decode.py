@@ -41,9 +41,9 @@ CLUSTER_CACHE = "e4m3"  # beside those of 16 bits
 PAIR_HEAD_DIM = 128
 PAIR_SEGMENTS = 256  # with fewer of them, 1 to 2 % longer: there are more parts to merge
 # KV heads that a unit holds where a token's row of one has ROW_OF_ONE bytes: twice as many together
-# are read in 1 to 3 % less time (NHD, H200; other layouts have the rows of a head together). Segments
-# are half as many, so there have to be many, and long ones. Where sequences may be very long, few of
-# them often are: 63 of 128 keys beside one of 128 k took 18 % longer.
+# are read in 1 to 3 % less time (NHD, H200; other layouts have the rows of a head together).
+# Segments are half as many, so there have to be many, and long ones. Where sequences may be very
+# long, few of them often are: 63 of 128 keys beside one of 128 k took 18 % longer.
 HEADS = 2
 ROW_OF_ONE = 128
 HEADS_BATCH = 32
@@ -106,9 +106,17 @@ def _with_heads(head_dim: int, *, element: str, cache: str) -> DecodeSplit | Non
     """The Config for Hopper whose units hold HEADS KV heads; None where the row of one is not
     ROW_OF_ONE.
     """
-    config = {"element": element, "cache": cache, "tma": True, "features": False, "heads": HEADS}
-    fits = _row_bytes(head_dim, element, cache) == ROW_OF_ONE
-    return _config("sm_90a", head_dim, **config) if fits else None
+    if _row_bytes(head_dim, element, cache) != ROW_OF_ONE:
+        return None
+    return _config(
+        "sm_90a",
+        head_dim,
+        element=element,
+        cache=cache,
+        tma=True,
+        features=False,
+        heads=HEADS,
+    )
 
 
 # (tma, features, wide) that are compiled of each element, layout and tile; and of 16-bit caches in
