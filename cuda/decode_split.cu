@@ -17,7 +17,8 @@
 // segment, and exchange their sums through distributed shared memory: for few segments that is
 // faster, since no workspace has to be read back.
 // Numerics: float32 accumulation, log2 units, P rounded to 16 bits, 8-bit caches widened to halves.
-// Slots past a sequence's end never reach a result; table entries past its last page are not used.
+// Slots past a sequence's end never reach a result. Of table entries past its last page clusters use
+// at most the first for each warp, for a copy that nobody looks at: zeros where it names no page.
 
 #include "decode_out.cuh"
 #include "decode_warp.cuh"
