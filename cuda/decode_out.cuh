@@ -39,7 +39,7 @@ struct RowPlace {
     if (p.sink != nullptr) sink_log2 = to_log2(p.sink[head]);
     if (p.v_scale != nullptr) {
       v_scale = __ldg(p.v_scale + rows.batch * p.stride_v_scale_batch +
-                      rows.kv_head * p.stride_v_scale_head);
+                      rows.head_of(row) * p.stride_v_scale_head);
     }
     out = static_cast<unsigned short*>(p.out) +
           sequence_offset(p.cu_seqlens_q, rows.batch, p.stride_out_batch, p.stride_out_row) +

@@ -5,29 +5,43 @@
 #include "decode_load.cuh"
 #include "softmax.cuh"
 
-// The rows of a part, (query, head of the group) = query * group + head, in blocks of kRows.
+// The rows of a part, (query, head of the group) = query * group + head, in blocks of kRows, in
+// which each KV head of a unit has kOfHead.
 template <class C>
 struct RowBlock {
-  static constexpr int kRows = 8 * C::row_tiles;
-  int batch, kv_head, k_len;
-  int first;  // row of the block among those of the KV head
-  int count;  // rows of the block that exist
+  static constexpr int kRows = 8 * C::row_tiles, kOfHead = kRows / C::heads;
+  int batch;
+  int kv_head;  // the first
+  int k_len;
+  int first;  // row of the block among those of a KV head
+  int count;  // rows of the block that exist, of each KV head
   int shift;  // the diagonal of query i is key i + shift
 
   __device__ __forceinline__ RowBlock(const DecodeSplitParams& p, const BlockPlace& at,
                                       const Walk<C>& walk)
       : batch(walk.batch),
-        kv_head(at.kv_head(p, walk.line)),
+        kv_head(at.kv_head(p, walk.line) * C::heads),
         k_len(walk.k_len),
-        first(at.row_block(p, walk.line) * kRows),
-        count(max(0, min(kRows, walk.q_len * p.group - first))),
+        first(at.row_block(p, walk.line) * kOfHead),
+        count(max(0, min(kOfHead, walk.q_len * p.group - first))),
         shift(walk.k_len - walk.q_len) {}
 
+  // The KV head of a row, and its place among the rows of that.
+  __device__ __forceinline__ int head_of(int row) const { return kv_head + row / kOfHead; }
+  static __device__ __forceinline__ int place_of(int row) { return row % kOfHead; }
+  __device__ __forceinline__ bool exists(int row) const { return place_of(row) < count; }
+  // The row itself, else the last one of its KV head.
+  __device__ __forceinline__ int existing(int row) const {
+    return row - max(0, place_of(row) - (count - 1));
+  }
+  // Behind the last row that exists.
+  __device__ __forceinline__ int end() const { return kRows - kOfHead + count; }
+
   __device__ __forceinline__ int query(const DecodeSplitParams& p, int row) const {
-    return divide(first + row, p.group_magic, p.group_shift);
+    return divide(first + place_of(row), p.group_magic, p.group_shift);
   }
   __device__ __forceinline__ int q_head(const DecodeSplitParams& p, int row, int query) const {
-    return kv_head * p.group + first + row - query * p.group;
+    return head_of(row) * p.group + first + place_of(row) - query * p.group;
   }
 
   __device__ __forceinline__ const unsigned short* q_row(const DecodeSplitParams& p,
@@ -50,7 +64,7 @@ struct RowBlock {
     if (p.window_left >= 0 && after < -p.window_left) return false;
     if (p.tree_mask == nullptr) return p.window_right < 0 || after <= p.window_right;
     if (key < shift) return true;
-    if (row >= count) return false;  // no row of the mask
+    if (!exists(row)) return false;  // no row of the mask
     return tree_row(p, query)[key - shift] != 0;
   }
 
@@ -98,8 +112,8 @@ struct Query {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
-      // Instead of rows that do not exist, the last one: no branch.
-      const int row = min(8 * nt + static_cast<int>(threadIdx.x % 32 / 4), rows.count - 1);
+      // Instead of rows that do not exist, the last one of their KV head: no branch.
+      const int row = rows.existing(8 * nt + threadIdx.x % 32 / 4);
       const int first = Tile::kWide ? 2 * t : 4 * t;
       // Opaque: of which the others are constants away. Else 16 addresses are computed.
       const unsigned short* from = ptx::opaque(rows.q_row(p, row) + first);
@@ -119,11 +133,12 @@ struct Query {
     scale[0] = 1.f;
     if (!Tile::kWide && p.k_scale != nullptr) {
       scale[0] = __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
-                       rows.kv_head * p.stride_k_scale_head);
+                       rows.head_of(threadIdx.x % 32 / 4) * p.stride_k_scale_head);
     }
   }
 
-  // A part begins: what has been loaded is made ready.
+  // What has been loaded is made ready: before the first unit of a part, but for 16-bit caches when
+  // the part begins, since it does not wait for q then.
   __device__ __forceinline__ void begin(const DecodeSplitParams& p) {
     if constexpr (Tile::kWide) {
       scale[0] = scale[1] = p.scale_log2;

@@ -142,9 +142,14 @@ struct Merge {
       if (2 * t + e >= count) continue;
       if (r == 0) smem.max_sum[w][row] = make_float2(warp.row_max[tile][e], sum[e]);
 #pragma unroll
-      for (int i = 0; i < DecodeWarp<C>::kSteps; ++i) {
-        smem.out[w][row][16 * i + DecodeWarp<C>::out_dim(r)] = warp.out[tile][i][e];
-        smem.out[w][row][16 * i + DecodeWarp<C>::out_dim(r + 8)] = warp.out[tile][i][e + 2];
+      for (int i = 0; i < 2 * DecodeWarp<C>::kSteps; ++i) {
+        float of[C::heads];
+#pragma unroll
+        for (int h = 0; h < C::heads; ++h) {
+          of[h] = warp.out[tile * C::heads + h][i / 2][e + i % 2 * 2];
+        }
+        smem.out[w][row][i / 2 * 16 + DecodeWarp<C>::out_dim(r + i % 2 * 8)] =
+            DecodeWarp<C>::of_own_head(of);
       }
     }
   }
@@ -199,18 +204,20 @@ struct Merge {
                                                 const Parts& parts, int parity, Team team,
                                                 const Share& share) {
     // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one.
-    const bool few = C::cluster > 1 || (p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
+    const bool few =
+        C::cluster > 1 || (C::heads == 1 && p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
     const int base = C::cluster == 1 && few ? 4 * parity : 0;
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
       const int first = 8 * tile;
-      if (tile > 0 && first >= rows.count) break;
-      hand_over(smem, warp, tile, rows.count - first, base);
+      if (tile > 0 && first >= rows.end()) break;
+      hand_over(smem, warp, tile, rows.end() - first, base);
       team.meet();
-      const int slices = min(8, rows.count - first) * kHalf;
+      const int slices = min(8, rows.end() - first) * kHalf;
 #pragma unroll 1  // short: where there is one part a block, this code comes cold
       for (int index = team.thread(); index < slices; index += team.threads()) {
         const int row = first + index / kHalf, col = index % kHalf * 2;
+        if (C::heads > 1 && !rows.exists(row)) continue;
         const Slice x = over_warps(smem, team, base + index / kHalf, col);
         if constexpr (C::cluster > 1) {
           send(smem, index, x);
@@ -270,7 +277,8 @@ struct Merge {
     team.meet();
     if (arrived != parts.count - 1) return;
 #pragma unroll 1
-    for (int index = team.thread(); index < rows.count * kHalf; index += team.threads()) {
+    for (int index = team.thread(); index < rows.end() * kHalf; index += team.threads()) {
+      if (C::heads > 1 && !rows.exists(index / kHalf)) continue;
       store_slice(p, RowPlace<C>(p, rows, index / kHalf), index % kHalf * 2,
                   over_parts(p, parts, index));
     }
@@ -361,6 +369,8 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       if constexpr (C::ahead < C::stages) {
         loader.issue(p, at, stage == 0 ? C::ahead : stage - 1, turn, turns);
       }
+      // Not before: q comes behind the first copies, which others should follow at once.
+      if (!KvTile<C>::kWide && unit == first + turn) warp.query.begin(p);
       const int first_key = unit * C::unit;
       if constexpr (C::tma) {
         if (first_key + C::unit > rows.k_len) {

@@ -24,14 +24,18 @@ struct KvTile {
   static constexpr int kPieces = kRow / 16;         // of a token
   static constexpr int kTokens = 16 / kItem;        // of a piece of x-major values
   static constexpr int kBoxes = C::unit / 16;       // blocks of 16 tokens
-  static constexpr int kBox = 16 * kRow;            // bytes
+  static constexpr int kHead = 16 * kRow;           // bytes of 16 tokens of a KV head
+  static constexpr int kBox = kHead * C::heads;     // of all
   static constexpr int kTokenRow = kRow + (C::tma || C::xmajor ? 0 : 16);  // NHD, HND, cp.async
   static constexpr int kDimRow = 16 * kItem;  // x-major values: bytes from dimension to dimension
-  static constexpr int kBytes = C::unit * kTokenRow;  // of the keys, or values, of a unit
+  // Of the keys, or values, of a unit.
+  static constexpr int kBytes = C::unit * kTokenRow * C::heads;
   static constexpr int kStageBytes = 2 * kBytes;
   static_assert(!C::tma || C::xmajor || kRow % 128 == 0, "swizzled rows are parts of 128 bytes");
   static_assert(!C::tma || C::xmajor || kRow == 128 || C::unit == 16,
                 "several boxes of several parts would not be one tile");
+  static_assert(C::heads == 1 || (C::tma && !C::xmajor && C::unit == 16),
+                "a box holds the heads of its tokens one after the other");
 
   // Bytes from the start of a tile of keys (and of values, unless x-major) to a piece of a token.
   static __device__ __forceinline__ int row_offset(int token, int piece) {
@@ -56,8 +60,9 @@ struct KvTile {
   static __device__ __forceinline__ int key_lane(int lane) {
     return row_offset(token_of(lane % 16), lane / 16);
   }
-  static __device__ __forceinline__ unsigned key_address(unsigned base, int block, int step) {
-    return row_address(base, 16 * block, step);
+  static __device__ __forceinline__ unsigned key_address(unsigned base, int head, int block,
+                                                         int step) {
+    return row_address(base + head * kHead, 16 * block, step);
   }
 
   // Which token of a block is row m of the scores. Two 8-bit x-major values of neighbouring tokens
@@ -75,9 +80,10 @@ struct KvTile {
       return kWide ? column_offset(lane % 16, lane / 16 * 8) : column_offset(lane, 0);
     }
   }
-  static __device__ __forceinline__ unsigned value_address(unsigned base, int block, int step) {
+  static __device__ __forceinline__ unsigned value_address(unsigned base, int head, int block,
+                                                           int step) {
     if constexpr (!C::xmajor) {
-      return row_address(base, 16 * block, step);
+      return row_address(base + head * kHead, 16 * block, step);
     } else {
       return base + block * kBox + step * (kWide ? 16 : 32) * kDimRow;
     }
@@ -93,8 +99,8 @@ struct KvTile {
       ptx::ldmatrix_x4(raw, address);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        a[i / 2][i % 2] = C::Cache::widen(static_cast<unsigned short>(raw[i]));
-        a[i / 2][i % 2 + 2] = C::Cache::widen(static_cast<unsigned short>(raw[i] >> 16));
+        a[i / 2][i % 2] = C::Cache::template widen<0, 1>(raw[i]);
+        a[i / 2][i % 2 + 2] = C::Cache::template widen<2, 3>(raw[i]);
       }
     }
   }
@@ -112,8 +118,8 @@ struct KvTile {
       ptx::ldmatrix_x4(raw, address);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        a[i / 2][i % 2] = C::Cache::widen(static_cast<unsigned short>(raw[i]));
-        a[i / 2][i % 2 + 2] = C::Cache::widen(static_cast<unsigned short>(raw[i] >> 16));
+        a[i / 2][i % 2] = C::Cache::template widen<0, 1>(raw[i]);
+        a[i / 2][i % 2 + 2] = C::Cache::template widen<2, 3>(raw[i]);
       }
     } else {
       unsigned raw[4];  // tokens 2t, 2t + 1 of a step and the next, tokens 2t + 8, 2t + 9 likewise:
@@ -121,9 +127,8 @@ struct KvTile {
       ptx::ldmatrix_x4_trans(raw, address);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const unsigned by_dim = __byte_perm(raw[i], 0, 0x3120);
-        a[i % 2][i / 2 * 2] = C::Cache::widen(static_cast<unsigned short>(by_dim));
-        a[i % 2][i / 2 * 2 + 1] = C::Cache::widen(static_cast<unsigned short>(by_dim >> 16));
+        a[i % 2][i / 2 * 2] = C::Cache::template widen<0, 2>(raw[i]);
+        a[i % 2][i / 2 * 2 + 1] = C::Cache::template widen<1, 3>(raw[i]);
       }
     }
   }
@@ -150,7 +155,9 @@ __device__ __forceinline__ void clear_values(unsigned char* values, int valid, i
 #pragma unroll 1
     for (int i = lane; i < (C::unit - valid) * Tile::kPieces; i += 32) {
       const int offset = Tile::row_offset(valid + i / Tile::kPieces, i % Tile::kPieces);
-      *reinterpret_cast<uint4*>(values + offset) = make_uint4(0, 0, 0, 0);
+      for (int h = 0; h < C::heads; ++h) {
+        *reinterpret_cast<uint4*>(values + h * Tile::kHead + offset) = make_uint4(0, 0, 0, 0);
+      }
     }
   } else {
 #pragma unroll 1

@@ -21,9 +21,9 @@ struct DecodeWarp {
   static constexpr int kSteps = C::head_dim / 16;
   static constexpr int kTogether = Tile::kTogether;
 
-  float out[kTiles][kSteps][4];  // unnormalised
-  float row_max[kTiles][2];      // log2 units, of the rows 2t and 2t + 1
-  float row_sum[kTiles][2];      // of this lane's tokens
+  float out[kTiles * C::heads][kSteps][4];  // unnormalised; of a head, what is in its rows counts
+  float row_max[kTiles][2];                 // log2 units, of the rows 2t and 2t + 1
+  float row_sum[kTiles][2];                 // of this lane's tokens
   Query<C> query;
   int active;              // tiles that hold rows of the part
   int seen_from, seen_to;  // keys of this interval are seen by every row
@@ -38,16 +38,13 @@ struct DecodeWarp {
 
   __device__ __forceinline__ void begin(const DecodeSplitParams& p, const RowBlock<C>& rows) {
 #pragma unroll
-    for (int nt = 0; nt < kTiles; ++nt) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        out[nt][i][0] = out[nt][i][1] = out[nt][i][2] = out[nt][i][3] = 0.f;
-      }
-      row_max[nt][0] = row_max[nt][1] = kEmptyMax;
-      row_sum[nt][0] = row_sum[nt][1] = 0.f;
+    for (int i = 0; i < 4 * kSteps * kTiles * C::heads; ++i) {
+      out[i / (4 * kSteps)][i / 4 % kSteps][i % 4] = 0.f;
     }
-    active = ceil_div(rows.count, 8);
-    query.begin(p);
+    for (auto& max : row_max) max[0] = max[1] = kEmptyMax;
+    for (auto& sum : row_sum) sum[0] = sum[1] = 0.f;
+    active = ceil_div(rows.end(), 8);
+    if constexpr (Tile::kWide) query.begin(p);
     rows.interval(p, seen_from, seen_to);
   }
 
@@ -65,6 +62,11 @@ struct DecodeWarp {
     } else {
       attend_tiles<1>(p, rows, keys, values, q_shared, first_key);
     }
+  }
+
+  // What concerns the head whose rows 2t and 2t + 1 are.
+  static __device__ __forceinline__ float of_own_head(const float (&x)[C::heads]) {
+    return C::heads > 1 && lane() % 4 >= 2 ? x[C::heads - 1] : x[0];
   }
 
  private:
@@ -87,28 +89,34 @@ struct DecodeWarp {
     accumulate(pt, values + Tile::value_lane(lane()));
   }
 
-  // S^T = K Q^T.
+  // S^T = K Q^T: of each KV head with all rows, of which those of other heads are dropped.
   template <int kActive>
   __device__ __forceinline__ void score(float (&s)[kActive][kBlocks][4], unsigned keys,
                                         unsigned q_shared) const {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if constexpr (Query<C>::kRegisters) {
-        float acc[kActive][2][4] = {};  // two chains: half the latency
+        float acc[kActive * C::heads][2][4] = {};  // two chains: half the latency
 #pragma unroll
-        for (int step = 0; step < kSteps; step += kTogether) {
+        for (int j = 0; j < kSteps / kTogether * C::heads; ++j) {
+          const int step = j / C::heads * kTogether, head = j % C::heads;
           unsigned a[kTogether][4];
-          Tile::load_keys(a, Tile::key_address(keys, n, step / kTogether));
+          Tile::load_keys(a, Tile::key_address(keys, head, n, step / kTogether));
 #pragma unroll
           for (int i = 0; i < kTogether * kActive; ++i) {
             const int nt = i / kTogether, at = step + i % kTogether;
             const unsigned (&q)[2] = query.q[nt][at];
-            Element::mma(acc[nt][at % 2], a[i % kTogether], q[0], q[1]);
+            Element::mma(acc[nt * C::heads + head][at % 2], a[i % kTogether], q[0], q[1]);
           }
         }
 #pragma unroll
         for (int i = 0; i < 4 * kActive; ++i) {
-          s[i / 4][n][i % 4] = acc[i / 4][0][i % 4] + acc[i / 4][1][i % 4];
+          float of[C::heads];
+#pragma unroll
+          for (int h = 0; h < C::heads; ++h) {
+            of[h] = acc[i / 4 * C::heads + h][0][i % 4] + acc[i / 4 * C::heads + h][1][i % 4];
+          }
+          s[i / 4][n][i % 4] = of_own_head(of);
         }
       } else {
 #pragma unroll
@@ -116,8 +124,8 @@ struct DecodeWarp {
 #pragma unroll 1  // of all steps at once ptxas would hoist the loads, and spill
         for (int step = 0; step < kSteps; step += 2) {
           unsigned a[2][4];
-          ptx::ldmatrix_x4(a[0], Tile::key_address(keys, n, step));
-          ptx::ldmatrix_x4(a[1], Tile::key_address(keys, n, step + 1));
+          ptx::ldmatrix_x4(a[0], Tile::key_address(keys, 0, n, step));
+          ptx::ldmatrix_x4(a[1], Tile::key_address(keys, 0, n, step + 1));
 #pragma unroll
           for (int nt = 0; nt < kActive; ++nt) {
             unsigned b[4];  // two steps of rows 8 * nt to + 8
@@ -159,7 +167,7 @@ struct DecodeWarp {
 #pragma unroll
       for (int i = 0; i < 2 * kActive; ++i) {
         const int nt = i / 2, row = row_of(nt, i % 2), of_query = rows.query(p, row);
-        if (row >= rows.count) continue;
+        if (!rows.exists(row)) continue;
         const float slope = rows.slope(p, row, of_query);
 #pragma unroll
         for (int j = 0; j < 2 * kBlocks; ++j) {
@@ -230,7 +238,9 @@ struct DecodeWarp {
         row_sum[nt][e] *= alpha[e];
       }
 #pragma unroll
-      for (int i = 0; i < 4 * kSteps; ++i) out[nt][i / 4][i % 4] *= alpha[i % 2];
+      for (int i = 0; i < 4 * kSteps * C::heads; ++i) {
+        out[nt * C::heads + i / (4 * kSteps)][i / 4 % kSteps][i % 4] *= alpha[i % 2];
+      }
     }
   }
   // The largest over the 8 lanes that hold tokens of the same rows.
@@ -273,13 +283,14 @@ struct DecodeWarp {
       for (int step = 0; step < kSteps; step += kTogether) {
         // Never so: an end of a basic block, over which ptxas does not hoist loads until it spills.
         if (!Query<C>::kRegisters && step % kApart == 0 && active == 0) return;
-        unsigned a[kTogether][4];
-        Tile::load_values(a, Tile::value_address(values, n, step / kTogether));
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int head = 0; head < C::heads; ++head) {
+          unsigned a[kTogether][4];
+          Tile::load_values(a, Tile::value_address(values, head, n, step / kTogether));
 #pragma unroll
-          for (int nt = 0; nt < kActive; ++nt) {
-            Element::mma(out[nt][step + i], a[i], pt[nt][n][0], pt[nt][n][1]);
+          for (int i = 0; i < kTogether * kActive; ++i) {
+            const int nt = i % kActive, at = step + i / kActive;
+            Element::mma(out[nt * C::heads + head][at], a[i / kActive], pt[nt][n][0], pt[nt][n][1]);
           }
         }
       }

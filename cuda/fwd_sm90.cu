@@ -18,14 +18,19 @@
 //   in one basic block ptxas hoists the wait for p v above them all.
 // q_buffers = 2: `out` leaves through the buffer of its q, by TMA, while the next tile is computed;
 //   1, where there is no room: straight from registers.
+// `late_draw`: a query tile is drawn near the end of the one before, so that the last long ones go
+//   to blocks that are done first; a consumer then waits for its description with nothing to do.
 // `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
 // Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
 //   overwriting, V is read as zeros (0 x NaN is NaN).
 #include "fwd_sm90_schedule.cuh"
 
-// Query tiles that are told and not yet taken note of by all. With more, and drawn earlier, blocks
-// claim tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
+// Query tiles that are told and not yet released by all. With more, and drawn earlier, blocks claim
+// tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
 constexpr int kTileSlots = 1;
+// Key tiles of a query tile that are still to be copied when, with `late_draw`, the next one may be
+// drawn: drawing and telling take the time of one or two.
+constexpr int kDrawAhead = 4;
 
 template <class C>
 struct FwdSm90Smem {
@@ -50,7 +55,8 @@ enum NamedBarrier {
 // ---- The warps that serve ----
 
 // Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
-// all know of the one before, that is, when the copies are done with the one before that.
+// all have released the one before: with `late_draw`, near its end. What is drawn at its start is
+// not left for blocks that are done sooner.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   TileWalk<C::block_m, C::block_n> walk(p);
@@ -73,12 +79,16 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
 
 // The next query tile, for one thread.
 template <class C>
-__device__ __forceinline__ FwdSm90Tile take_tile(FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
+__device__ __forceinline__ FwdSm90Tile next_tile(const FwdSm90Smem<C>& smem,
+                                                 const Ring<kTileSlots>& ring) {
   wait(smem.tile_ring.full[ring.slot], ring.parity);
-  const FwdSm90Tile t = smem.tile[ring.slot];
+  return smem.tile[ring.slot];
+}
+// Lets the one after it be drawn.
+template <class C>
+__device__ __forceinline__ void release_tile(const FwdSm90Smem<C>& smem, Ring<kTileSlots>& ring) {
   arrive(smem.tile_ring.empty[ring.slot]);
   ring.advance();
-  return t;
 }
 
 // Stores out from where consumers have staged it. One thread.
@@ -86,9 +96,14 @@ template <class C>
 __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;
-  FwdSm90Tile t = take_tile(smem, tiles);
+  const auto take = [&] {
+    const FwdSm90Tile t = next_tile(smem, tiles);
+    release_tile(smem, tiles);  // at once: all wait for who has not
+    return t;
+  };
+  FwdSm90Tile t = take();
   while (t.first < t.last) {
-    const FwdSm90Tile next = take_tile(smem, tiles);  // at once: all wait for who has not
+    const FwdSm90Tile next = take();
     for (int w = 0; w < C::consumers; ++w) {
       wait(smem.staged[w][q.slot], q.parity);
       const auto& out = smem.q[q.slot][w];
@@ -123,11 +138,14 @@ struct FwdSm90Copies {
   __device__ __forceinline__ void run() {
     FwdSm90Tile behind = {};
     Ring<kTileSlots> tiles;
-    for (FwdSm90Tile t = take_tile(smem, tiles); t.first < t.last; t = take_tile(smem, tiles)) {
+    for (FwdSm90Tile t = next_tile(smem, tiles); t.first < t.last; t = next_tile(smem, tiles)) {
+      const int draw_at = C::late_draw ? min(t.first + kDrawAhead, t.last - 1) : t.last - 1;
+      if (draw_at == t.last - 1) release_tile(smem, tiles);
       load_k(t, t.last - 1);
       if (behind.first < behind.last) load_v(behind, behind.first);
       load_q(t);
       for (int n = t.last - 2; n >= t.first; --n) {
+        if (n == draw_at) release_tile(smem, tiles);
         load_k(t, n);
         load_v(t, n + 1);
       }
@@ -201,10 +219,11 @@ struct FwdSm90Consumer {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
     FwdSm90Tile next;
     do {
-      next = take();
+      if (!C::late_draw) next = take();
       pass_values();
       if (C::overlap && t.last - t.first > 1) wait(smem.k_ring.full[k.slot], k.parity);
       steps();
+      if (C::late_draw) next = take();
       join(next);
     } while (next.first < next.last);
     if (C::pingpong && index == 0) take_turn();  // the one that is left over
@@ -243,7 +262,7 @@ struct FwdSm90Consumer {
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (C::pingpong) {
-      ptx::bar_arrive(kTurn + (index + 1 == C::consumers ? 0 : index + 1), 256);
+      ptx::bar_arrive(kTurn + (C::consumers == 2 ? 1 - index : (index + 1) % C::consumers), 256);
     }
   }
 

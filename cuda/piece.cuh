@@ -72,7 +72,9 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (sizeof(T) == 1) {
-        const unsigned pair = T::widen(static_cast<unsigned short>(words[i / 4] >> shift(i & ~1)));
+        const unsigned four = words[i / 4];
+        const unsigned pair =
+            i % 4 < 2 ? T::template widen<0, 1>(four) : T::template widen<2, 3>(four);
         x[i] = ptx::cvt_f32_f16(static_cast<unsigned short>(i % 2 ? pair >> 16 : pair));
       } else {
         x[i] = to_float(element(i));

@@ -44,6 +44,15 @@ __device__ __forceinline__ unsigned long long createpolicy_evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ void tma_load_hint_4d(unsigned dst, const TensorMap* map, unsigned bar,
+                                                 int c0, int c1, int c2, int c3,
+                                                 unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void tma_load_hint_5d(unsigned dst, const TensorMap* map, unsigned bar,
                                                  int c0, int c1, int c2, int c3, int c4,
                                                  unsigned long long policy) {

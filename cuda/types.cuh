@@ -56,8 +56,14 @@ __device__ __forceinline__ unsigned narrow_fp8(float x) {
   return magnitude > 0x7f800000u ? 0x7fu : (bits >> 24 & 0x80u) | narrow;
 }
 
+// Two of four bytes, as the upper bytes of a pair of halves.
+template <int kLow, int kHigh>
+__device__ __forceinline__ unsigned upper_bytes(unsigned four) {
+  return __byte_perm(four, 0, 0x0404 | kLow << 4 | kHigh << 12);
+}
+
 // Elements of a cache, 8 bits each. `narrow` rounds two floats, the first to bits 0-7; `widen`
-// makes two elements a pair of halves, exactly.
+// makes two of four elements a pair of halves, exactly: neighbours, or both even or odd ones.
 struct e4m3 {
   unsigned char bits;
 
@@ -68,13 +74,16 @@ struct e4m3 {
       return narrow_fp8<3, -6, 0x7e>(lo) | narrow_fp8<3, -6, 0x7e>(hi) << 8;
     }
   }
-  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
-    if constexpr (kFp8Instructions) {
-      return ptx::cvt_f16x2_e4m3x2(pair);
+  template <int kLow, int kHigh>
+  static __device__ __forceinline__ unsigned widen(unsigned four) {
+    if constexpr (kFp8Instructions && kHigh == kLow + 1) {
+      return kLow == 0 ? ptx::cvt_f16x2_e4m3x2_low(four) : ptx::cvt_f16x2_e4m3x2_high(four);
+    } else if constexpr (kFp8Instructions) {
+      return widen<2 * kLow, 2 * kLow + 1>(__byte_perm(four, 0, 0x3120));  // once for both pairs
     } else {
       // Moved to a half's place the exponent is 8 too small. 0x7f, in which adding one carries, is
       // NaN.
-      const unsigned x = __byte_perm(pair, 0, 0x1404);
+      const unsigned x = upper_bytes<kLow, kHigh>(four);
       const unsigned magnitude = x & 0x7f007f00u;
       const unsigned nan = (magnitude + 0x01000100u) & 0x80008000u;
       return ptx::mul_f16x2(magnitude >> 1, 0x5c005c00u) | (nan - (nan >> 15)) | (x & 0x80008000u);
@@ -92,8 +101,9 @@ struct e5m2 {
       return narrow_fp8<2, -14, 0x7b>(lo) | narrow_fp8<2, -14, 0x7b>(hi) << 8;
     }
   }
-  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
-    return __byte_perm(pair, 0, 0x1404);  // the upper byte of a half
+  template <int kLow, int kHigh>
+  static __device__ __forceinline__ unsigned widen(unsigned four) {
+    return upper_bytes<kLow, kHigh>(four);
   }
 };
 
@@ -107,9 +117,11 @@ struct int8 {
     };
     return one(lo) | one(hi) << 8;
   }
-  static __device__ __forceinline__ unsigned widen(unsigned short pair) {
+  template <int kLow, int kHigh>
+  static __device__ __forceinline__ unsigned widen(unsigned four) {
     // 1024 + (element + 128) has the element in its low bits.
-    return ptx::sub_f16x2(__byte_perm(pair ^ 0x8080u, 0x64646464u, 0x4140), 0x64806480u);
+    constexpr int kBytes = 0x4040 | kLow | kHigh << 8;
+    return ptx::sub_f16x2(__byte_perm(four ^ 0x80808080u, 0x64646464u, kBytes), 0x64806480u);
   }
 };
 
@@ -119,7 +131,7 @@ __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(x.bit
 __device__ __forceinline__ float to_float(fp16 x) { return ptx::cvt_f32_f16(x.bits); }
 template <class T>
 __device__ __forceinline__ float to_float(T x) {
-  return ptx::cvt_f32_f16(T::widen(x.bits) & 0xffff);
+  return ptx::cvt_f32_f16(T::template widen<0, 1>(x.bits) & 0xffff);
 }
 
 // Rounds to nearest, ties to even.

@@ -27,6 +27,10 @@ class DecodeSm90:
         return self.rows // 8
 
     @property
+    def heads(self) -> int:
+        return 1
+
+    @property
     def features(self) -> bool:
         return True
 

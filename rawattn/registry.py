@@ -101,6 +101,7 @@ class FwdSm90:
     q_registers: bool  # whether Q is read from shared memory once a query tile, not once a key tile
     pingpong: bool  # whether consumers take turns at issuing products
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
+    late_draw: bool  # whether the next query tile is drawn near the end of one, not at its start
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 
@@ -183,6 +184,8 @@ class DecodeSplit:
     # whether rows of q, out and the caches may lie anywhere, and x-major pages hold any number of
     # tokens: elements are moved one by one, whatever the layout; tiles are row by row
     unaligned: bool = False
+    # KV heads that a unit holds, of which each has as many of the rows: read together
+    heads: int = 1
 
     @property
     def threads(self) -> int:
@@ -190,14 +193,15 @@ class DecodeSplit:
 
     @property
     def rows(self) -> int:
-        """Rows that a block has at a time."""
+        """Rows that a block has at a time, of all its KV heads."""
         return 8 * self.row_tiles
 
     @property
     def stage_bytes(self) -> int:
         """Of the keys and values of a unit: KvTile<Config>::kStageBytes."""
         item = 2 if self.cache == self.element else 1
-        return 2 * self.unit * (self.head_dim * item + (0 if self.tma or self.xmajor else 16))
+        row = self.head_dim * item + (0 if self.tma or self.xmajor else 16)
+        return 2 * self.unit * self.heads * row
 
     @property
     def smem_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from rawattn.paged_problem import Scale
@@ -174,6 +175,45 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_gives_what_the_reference_gives(name: str) -> None:
     check(CASES[name])
+
+
+# Units of two KV heads, which the plan chooses where much more is read than here.
+SHARED = {
+    "e4m3": Case(k_lens=MANY, sms=4, cache_dtype="float8_e4m3fn", scale=Scale.HEAD, sink=True),
+    "int8, group of 3, CSR": Case(
+        k_lens=RAGGED, kv_heads=4, group=3, cache_dtype="int8", scale=Scale.TENSOR, csr=True
+    ),
+    "head size 64, pages of 48": Case(k_lens=MANY, head_dim=64, page=48, kv_heads=6, sms=13),
+    "short sequences, group of 1": Case(
+        k_lens=SHORT, sms=2, group=1, head_dim=64, dtype="float16", packed=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_units_of_two_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "HEADS_BATCH", 1)
+    monkeypatch.setattr(decode, "HEADS_TOKENS", 1)
+    assert Call(SHARED[name]).launch().config.heads == 2
+    check(SHARED[name])
+
+
+def test_what_is_no_number_stays_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "HEADS_BATCH", 1)
+    monkeypatch.setattr(decode, "HEADS_TOKENS", 1)
+    case = Case(k_lens=(70, 20), cache_dtype="float8_e4m3fn")
+    clean, call = Call(case), Call(case)
+    call.k_cache[:, 3, 0, 5] = call.v_cache[..., 1, 7] = np.nan
+    launch = call.launch()
+    assert launch.config.heads == 2
+    out, _ = call.run(launch, seed=0)
+    expected, _ = clean.run(launch, seed=0)
+    first, second = slice(0, case.group), slice(case.group, None)  # query heads of a KV head
+    assert np.isnan(out[:, first].astype(np.float32)).all()
+    numbers = out[:, second].astype(np.float32)
+    assert np.isnan(numbers[..., 7]).all()
+    others = np.arange(case.head_dim) != 7
+    assert (out[:, second, others] == expected[:, second, others]).all()
 
 
 def test_parts_are_whole_when_the_last_block_adds_them() -> None:

@@ -203,11 +203,11 @@ causal   512  96: 128 x 128, dynamic, groups of 32, last of 168
 causal  4096  96: 192 x 112, dynamic, groups of 32
 causal 16384  96: 192 x 112, dynamic, groups of 21
 causal   512 128: 128 x 128, dynamic, groups of 32, last of 128
-causal  4096 128: 128 x 128, dynamic, groups of 32
-causal 16384 128: 128 x 128, dynamic, groups of 16
+causal  4096 128: 128 x 128, dynamic, groups of 8
+causal 16384 128: 128 x 128, dynamic, groups of 2
 causal   512 256: 128 x 64, dynamic, groups of 64
-causal  4096 256: 128 x 80, dynamic, groups of 32
-causal 16384 256: 128 x 80, dynamic, groups of 8
+causal  4096 256: 128 x 80, dynamic, groups of 4
+causal 16384 256: 128 x 80, dynamic, groups of 1
 """
 
 
@@ -232,6 +232,28 @@ def test_golden_plans(golden: str) -> None:
     group, left = scalars["head_group"], problem.batch - scalars["last_sweep"]
     last = f", last of {left * problem.q_heads}" if left else ""
     assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}{last}"
+
+
+@pytest.mark.parametrize(
+    ("length", "left", "heads"),
+    [
+        (16384, -1, 8),  # of two KV heads, with 8 MB of keys and values each
+        (65536, -1, 4),  # of one, which has 32 MB
+        (65536, 8191, 16),  # of four: in sight are 4 MB of each
+        (4096, -1, 32),  # a sweep has no more
+    ],
+)
+def test_sweeps_cover_the_queries_of_whole_kv_heads(length: int, left: int, heads: int) -> None:
+    problem = replace(
+        PROBLEM,
+        batch=1,
+        q_heads=32,
+        kv_heads=8,
+        max_q=length,
+        max_k=length,
+        mask=Mask(left=left, right=0),
+    )
+    assert dict(launch_of(problem).scalars)["head_group"] == heads
 
 
 # ---- refusals ------------------------------------------------------------------------------------

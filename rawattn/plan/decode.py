@@ -40,9 +40,23 @@ CLUSTER_CACHE = "e4m3"  # beside those of 16 bits
 # 131.5 (H200, 2026-11-30).
 PAIR_HEAD_DIM = 128
 PAIR_SEGMENTS = 256  # with fewer of them, 1 to 2 % longer: there are more parts to merge
+# KV heads that a unit holds where a token's row of one has ROW_OF_ONE bytes: twice as many together
+# are read in 1 to 3 % less time (NHD, H200; other layouts have the rows of a head together).
+# Segments are half as many, so there have to be many, and long ones. Where sequences may be very
+# long, few of them often are: 63 of 128 keys beside one of 128 k took 18 % longer.
+HEADS = 2
+ROW_OF_ONE = 128
+HEADS_BATCH = 32
+HEADS_TOKENS = 2**17  # of the batch
+HEADS_KEYS = 2**14  # of a sequence, at most
 # What it is worth that a block walks one KV head only, in step with its neighbours: 128 blocks that
 # did took 1 to 4 % less time than 132 that did not (H200, 2026-11-30).
 LOCKSTEP = 1.05
+
+
+def _row_bytes(head_dim: int, element: str, cache: str) -> int:
+    """Of a token's keys, or values, of one KV head."""
+    return head_dim * (2 if cache == element else 1)
 
 
 def _config(
@@ -57,11 +71,12 @@ def _config(
     wide: bool = False,
     cluster: int = 1,
     unaligned: bool = False,
+    heads: int = 1,
 ) -> DecodeSplit:
     """The Config of these properties; a wide one has tiles for many rows. As many warps and stages
     as reach IN_FLIGHT (by TMA: and one more, which is read), or as shared memory holds.
     """
-    row = head_dim * (2 if cache == element else 1)
+    row = _row_bytes(head_dim, element, cache) * heads
     config = DecodeSplit(
         element=element,
         cache=cache,
@@ -76,6 +91,7 @@ def _config(
         cluster=cluster,
         blocks_per_sm=1,
         unaligned=unaligned,
+        heads=heads,
     )
     while True:
         wanted = IN_FLIGHT // (config.warps * 2 * config.unit * row)
@@ -84,6 +100,23 @@ def _config(
             if found.smem_bytes <= SMEM_KB[arch] * 1024:
                 return found
         config = replace(config, warps=config.warps - 1)
+
+
+def _with_heads(head_dim: int, *, element: str, cache: str) -> DecodeSplit | None:
+    """The Config for Hopper whose units hold HEADS KV heads; None where the row of one is not
+    ROW_OF_ONE.
+    """
+    if _row_bytes(head_dim, element, cache) != ROW_OF_ONE:
+        return None
+    return _config(
+        "sm_90a",
+        head_dim,
+        element=element,
+        cache=cache,
+        tma=True,
+        features=False,
+        heads=HEADS,
+    )
 
 
 # (tma, features, wide) that are compiled of each element, layout and tile; and of 16-bit caches in
@@ -119,6 +152,9 @@ def configs(arch: str) -> Iterator[DecodeSplit]:
     for cache in (*ELEMENTS.values(), *EIGHT_BIT.values()):
         element = "fp16" if cache in EIGHT_BIT.values() else cache
         for head_dim in HEAD_DIMS:
+            shared = _with_heads(head_dim, element=element, cache=cache)
+            if shared is not None and arch == "sm_90a":
+                yield shared
             for xmajor in (False, True):
                 for tma, features, wide in _variants(arch, head_dim, cache, xmajor):
                     yield _config(
@@ -178,6 +214,13 @@ def _cluster(p: PagedProblem, device: Device) -> int:
     return 1
 
 
+def _shares_units(p: PagedProblem) -> bool:
+    """Whether units of several KV heads take less time."""
+    fits = p.layout is CacheLayout.NHD and p.kv_heads % HEADS == 0 and p.rows * HEADS <= 8
+    many = p.batch >= HEADS_BATCH and p.batch * p.max_k >= HEADS_TOKENS
+    return fits and many and p.max_k <= HEADS_KEYS
+
+
 def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     """The Config for a problem that `refuses` does not refuse."""
     arch = device.arch
@@ -202,10 +245,14 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     )
     chosen = next(v for v in wanted if v in variants)
     plain = chosen == (True, False, False) and not p.split and p.rows <= 8
-    if plain and head_dim == CLUSTER_HEAD_DIM and cache in (element, CLUSTER_CACHE):
-        blocks = _cluster(p, device)
+    if plain and arch == "sm_90a":
+        clusters = head_dim == CLUSTER_HEAD_DIM and cache in (element, CLUSTER_CACHE)
+        blocks = _cluster(p, device) if clusters else 1
         if blocks > 1:
             return _clustered(arch, element, cache, xmajor, blocks)
+        found = _with_heads(head_dim, element=element, cache=cache)
+        if found is not None and _shares_units(p):
+            return found
     return _config(
         arch,
         head_dim,
@@ -250,11 +297,13 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     config = decode_sm90.chosen(p, device) or _chosen(p, device)
     if isinstance(config, DecodeSm90) and _pairs(p, config):
         config = _paired(device.arch, config.element)
-    row_blocks = -(-p.rows // config.rows)
-    lines = p.kv_heads * row_blocks
+    row_blocks = -(-p.rows // (config.rows // config.heads))
+    lines = p.kv_heads // config.heads * row_blocks
     resident = max(1, min(2, device.smem_per_sm // (config.smem_bytes + 1024)))
     columns = _columns(lines, device.sms * resident)
-    grid = columns * max(1, device.sms * resident // columns)
+    # As many blocks as if each KV head had a column: sequences are split alike then.
+    share = columns * config.heads
+    grid = share * max(1, device.sms * resident // share)
     if config.cluster > 1:
         columns, grid = lines, p.batch * lines * config.cluster
     span = -(-p.split // SPLIT_STEP) * SPLIT_STEP // config.unit
@@ -332,7 +381,7 @@ def _maps(p: PagedProblem, config: DecodeSplit | DecodeSm90) -> tuple[TensorMap,
         axes = parts, parts
         # wgmma wants the keys of a unit side by side, part by part.
         together = 1 if isinstance(config, DecodeSm90) else config.head_dim // part
-        boxes = ((part, BOX, together, 1, 1),) * 2
+        boxes = ((part, BOX, together, config.heads, 1),) * 2
         swizzle = 128
     # An L2 promotion of 256 took 4 % longer (H200, 2026-11-30).
     return tuple(

@@ -27,6 +27,7 @@ def _prototype(
     q_registers: bool = False,
     pingpong: bool = True,
     overlap: bool = False,
+    late_draw: bool = False,
 ) -> FwdSm90:
     return FwdSm90(
         element="bf16",
@@ -39,6 +40,7 @@ def _prototype(
         q_registers=q_registers,
         pingpong=pingpong,
         overlap=overlap,
+        late_draw=late_draw,
         scores=False,
     )
 
@@ -51,13 +53,15 @@ D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 680, 128 x 128 709; m
 # Without the first row's exponentials beside P V: full 16k 3377 instead of 3218.
 D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
 # Full 1k 250, LONG 253; 4k 938 and 923.
+# Not shorter: consumers wait for the next tile with their turn, 1k 135.6 instead of 133.1.
+D128_LONG = replace(D128, late_draw=True)
 D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
 # 64 keys pad and mask less: causal 512 102, 80 keys 109; 2k equal.
-D256_SHORT = _prototype(256, 256, 64, q_buffers=1)
+D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
 D256 = replace(D256_SHORT, block_n=80)
-TILES = (D64, D96, D96_LONG, D128, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
+TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
 SELF = FwdSm90Self(
     element="bf16",
     head_dim=64,
@@ -71,6 +75,9 @@ SELF = FwdSm90Self(
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
 # block: 1k 191 instead of 202.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
+# Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
+# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads.
+SWEEP_BYTES = 16 << 20
 # Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
 # tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
 # 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
@@ -100,6 +107,8 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
         return SELF_SHORT if causal else SELF
     if tile is D96 and long >= 4096:
         return D96_LONG
+    if tile is D128 and causal and long >= 4096:
+        return D128_LONG
     if tile is D192_128 and long >= 2048:
         return D192_128_LONG
     if tile is D256_SHORT and long > (1024 if causal else 512):
@@ -108,14 +117,21 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
 
 
 def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
-    """(Batch, head) pairs that a sweep over the query tiles covers: many balance long and short
-    tiles under a causal mask, few keep keys and values in L2.
+    """(Batch, head) pairs that a sweep over the query tiles covers: under a causal mask as many as
+    L2 holds keys and values of.
     """
     if _full(p) and isinstance(config, FwdSm90Self):
         return 16
     if _full(p):
         return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
-    return 64 if config.head_dim == 256 and p.max_k <= 512 else 32
+    if isinstance(config, FwdSm90Self) or not config.late_draw:
+        return 32
+    if p.max_k <= 1024:
+        return 64 if p.max_k <= 512 else 32
+    sides = p.mask.left, p.mask.right
+    seen = p.max_k if min(sides) < 0 else min(p.max_k, sum(sides) + 1)
+    kv_heads = SWEEP_BYTES // (2 * seen * (p.head_dim + p.value_dim))
+    return min(32, max(1, kv_heads) * p.group)
 
 
 def _last_sweep(p: Problem, head_group: int) -> int:

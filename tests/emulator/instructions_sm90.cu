@@ -90,7 +90,7 @@ extern "C" __global__ void bulk(const __grid_constant__ BulkParams p) {
     ptx::mbarrier_init(full, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_expect_tx(full, 4 * p.n);
-    ptx::bulk_load(data, p.x, 4 * p.n, full);
+    ptx::bulk_load_hint(data, p.x, 4 * p.n, full, ptx::createpolicy_evict_first());
     ptx::mbarrier_arrive(full);
   }
   __syncthreads();

@@ -114,6 +114,6 @@ extern "C" __global__ void conversions(const __grid_constant__ ConvertParams p) 
     *reinterpret_cast<unsigned short*>(p.e4m3 + i) = ptx::cvt_e4m3x2(lo, hi);
   }
   for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-    p.from_e4m3[i] = ptx::cvt_f16x2_e4m3x2(i) & 0xffff;
+    p.from_e4m3[i] = ptx::cvt_f16x2_e4m3x2_high(i << 16) & 0xffff;
   }
 }

@@ -40,9 +40,7 @@ inline void mbarrier_arrive_expect_tx(unsigned bar, int bytes) {
   emu::mbarrier_arrive(bar, bytes, true);
 }
 inline void mbarrier_expect_tx(unsigned bar, int bytes) { emu::mbarrier_arrive(bar, bytes, false); }
-inline bool mbarrier_try_wait(unsigned bar, int parity) {
-  return emu::mbarrier_wait(bar, parity);
-}
+inline bool mbarrier_try_wait(unsigned bar, int parity) { return emu::mbarrier_wait(bar, parity); }
 inline bool mbarrier_try_wait_cluster(unsigned bar, int parity) {
   return emu::mbarrier_wait(bar, parity);
 }
@@ -67,7 +65,9 @@ inline float4 ld_shared_cluster(unsigned cluster_address) {
 }
 
 inline void fence_proxy_async() { emu::proxy_fence(); }
-inline void bulk_load(unsigned dst, const void* src, int bytes, unsigned bar) {
+inline void bulk_load_hint(unsigned dst, const void* src, int bytes, unsigned bar,
+                           unsigned long long policy) {
+  static_cast<void>(policy);
   emu::bulk_copy(emu::Bulk::load, dst, src, bytes, bar);
 }
 inline void bulk_store(void* dst, unsigned src, int bytes) {

@@ -68,6 +68,12 @@ inline void tma_reduce_add_4d(const TensorMap* map, unsigned src, int c0, int c1
   emu::tensor_copy(emu::Bulk::reduce_add, src, map, 0, 0, 4, at);
 }
 inline unsigned long long createpolicy_evict_first() { return 0; }
+inline void tma_load_hint_4d(unsigned dst, const TensorMap* map, unsigned bar, int c0, int c1,
+                             int c2, int c3, unsigned long long policy) {
+  static_cast<void>(policy);
+  const int at[] = {c0, c1, c2, c3};
+  emu::tensor_copy(emu::Bulk::load, dst, map, bar, 0, 4, at);
+}
 inline void tma_load_hint_5d(unsigned dst, const TensorMap* map, unsigned bar, int c0, int c1,
                              int c2, int c3, int c4, unsigned long long policy) {
   static_cast<void>(policy);
