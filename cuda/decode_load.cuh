@@ -53,7 +53,7 @@ struct Loader {
   // Then: starts its copies, to the first stage, as soon as its pages are there.
   __device__ __forceinline__ void copy_ahead(const DecodeSplitParams& p, const BlockPlace& at,
                                              int turn) {
-    now.kv_head = at.kv_head(p, 0);
+    now.kv_head = at.kv_head(p, 0) * C::heads;
     copied = 0;
     const int box = threadIdx.x % 32;
     if (box < Tile::kBoxes) copy_box(p, 0, turn * C::unit + 16 * box, box, Tile::kBoxes);
