@@ -63,7 +63,10 @@ UNUSED = (
     ("roofline", "without", "--plot", ("--rows",)),
     ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE, *CALL)),
 )
-ROOFS = ("float16", "bfloat16")  # the dtypes of a problem that have a peak: others of them have none
+ROOFS = (
+    "float16",
+    "bfloat16",
+)  # the dtypes of a problem that have a peak: others of them have none
 LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
 
@@ -98,7 +101,7 @@ def _run(argv: Sequence[str]) -> int:
         check_used(args.command, {text.split("=")[0] for text in argv})
     except UsageError as error:
         named = error.program.removeprefix("python -m ")
-        facts = _explain(named, error, hint=f" ({error.program} --help lists what is)")
+        facts = _explain(named, error, hint=f". See {error.program} --help")
         if "--json" in argv:
             print(json.dumps(facts, indent=2))
         return 2
@@ -185,7 +188,9 @@ def _call_flags(flags: Parser) -> None:
     cache.add_argument("--tree", action="store_true", help="with a tree_mask, in place of --causal")
     cache.add_argument("--csr", action="store_true", help="with kv_indptr, not a block table")
     cache.add_argument(
-        "--leftpad", action="store_true", help="cache_leftpad: in place of pages, rows of --k-len tokens"
+        "--leftpad",
+        action="store_true",
+        help="cache_leftpad: in place of pages, rows of --k-len tokens",
     )
     cache.add_argument(
         "--prefix", type=count, metavar="TOKENS", help="cascade_attention: tokens that all share"
@@ -261,7 +266,9 @@ def problem_flags(*, ahead: bool = False, roofs: bool = False) -> Parser:
     sizes.add_argument("--sink", action="store_true", help="with a sink for each head")
     sizes.add_argument("--varlen", action="store_true", help="packed sequences; lengths are bounds")
     target = flags.add_mutually_exclusive_group()
-    names = "a GPU as H200, or all" if roofs else "a GPU as H200" if ahead else "host, or a GPU as H200"
+    names = (
+        "a GPU as H200, or all" if roofs else "a GPU as H200" if ahead else "host, or a GPU as H200"
+    )
     target.add_argument("--device", default="current", help=f"current (default), {names}")
     if ahead:
         target.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")

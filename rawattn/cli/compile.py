@@ -27,7 +27,10 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     else:
         todo = of_calls(args, device)
     if not todo:
-        raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
+        raise ValueError(
+            f"device={device.name!r}: there is nothing to compile for it; accepted are "
+            f"{', '.join(DEVICES)}"
+        )
     start = time.perf_counter()
     results = _progress(compile_all(todo, device.arch, args.jobs), len(todo))
     errors = [error for error in results if error is not None]

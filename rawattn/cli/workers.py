@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that work for this one, and end with it: on Ctrl+C, on SIGTERM, or when it is killed."""
+"""Processes that work for this one, and end with it: on Ctrl+C, on SIGTERM, if it is killed."""
 
 from __future__ import annotations
 
