@@ -22,11 +22,16 @@ from rawattn.problem import Unsupported
 
 EPILOG = """\
 exit codes: 0 done; 1 something failed, or a GPU or compiler is needed that is not here;
-2 the arguments are not accepted, or no backend takes the problem; 3 (bench) cases are left"""
+2 the arguments are not accepted, or no backend takes the problem; 3 (bench) cases are left;
+130 Ctrl+C, 143 SIGTERM"""
 
 
 class UsageError(Exception):
-    """A command line that is not accepted."""
+    """A command line that is not accepted, of `program`."""
+
+    def __init__(self, program: str, message: str) -> None:
+        super().__init__(message)
+        self.program = program
 
 
 # fmt: off
@@ -58,6 +63,10 @@ UNUSED = (
     ("roofline", "without", "--plot", ("--rows",)),
     ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE, *CALL)),
 )
+ROOFS = (
+    "float16",
+    "bfloat16",
+)  # the dtypes of a problem that have a peak: others of them have none
 LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
 
@@ -68,8 +77,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        _say(self.format_usage().rstrip())
-        raise UsageError(message)
+        raise UsageError(self.prog, message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +100,8 @@ def _run(argv: Sequence[str]) -> int:
         args = parser().parse_args(argv)
         check_used(args.command, {text.split("=")[0] for text in argv})
     except UsageError as error:
-        facts = _explain("rawattn", error)
+        named = error.program.removeprefix("python -m ")
+        facts = _explain(named, error, hint=f". See {error.program} --help")
         if "--json" in argv:
             print(json.dumps(facts, indent=2))
         return 2
@@ -102,6 +111,8 @@ def _run(argv: Sequence[str]) -> int:
         facts, code = _explain(f"rawattn {args.command}", error), 2
     except (RuntimeError, OSError) as error:
         facts, code = _explain(f"rawattn {args.command}", error), 1
+    except KeyboardInterrupt:
+        facts, code = _explain(f"rawattn {args.command}", KeyboardInterrupt("interrupted")), 130
     if args.json:
         print(json.dumps(facts, indent=2))
     elif "error" not in facts:
@@ -115,7 +126,8 @@ def check_used(command: str, given: Collection[str]) -> None:
         if of == command and (switch in given) == (word == "with"):
             for flag in flags:
                 if flag in given:
-                    raise UsageError(f"argument {flag}: says nothing {word} {switch}")
+                    why = f"argument {flag}: says nothing {word} {switch}"
+                    raise UsageError(f"python -m rawattn {command}", why)
 
 
 def _say(text: str) -> None:
@@ -123,8 +135,8 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _explain(what: str, error: Exception) -> dict[str, str]:
-    _say(f"{what}: {error}")
+def _explain(what: str, error: BaseException, hint: str = "") -> dict[str, str]:
+    _say(f"{what}: {error}{hint}")
     return {"error": type(error).__name__, "message": str(error)}
 
 
@@ -146,7 +158,8 @@ def parser() -> Parser:
 
     add("info", "GPU, compiler, cache and backends of this machine")
     _call_flags(add("plan", "which backend and tiles a problem gets, and why", problem_flags()))
-    _roofline_flags(add("roofline", "least time of a problem or a model", problem_flags()))
+    roofs = add("roofline", "least time of a problem or a model", problem_flags(roofs=True))
+    _roofline_flags(roofs)
     fill = add("compile", "fill the kernel cache ahead of time", problem_flags(ahead=True))
     _call_flags(fill)
     fill.add_argument("--all", action="store_true", help="all kernels, not those of some calls")
@@ -175,7 +188,9 @@ def _call_flags(flags: Parser) -> None:
     cache.add_argument("--tree", action="store_true", help="with a tree_mask, in place of --causal")
     cache.add_argument("--csr", action="store_true", help="with kv_indptr, not a block table")
     cache.add_argument(
-        "--leftpad", action="store_true", help="no pages: rows of --k-len tokens, cache_leftpad"
+        "--leftpad",
+        action="store_true",
+        help="cache_leftpad: in place of pages, rows of --k-len tokens",
     )
     cache.add_argument(
         "--prefix", type=count, metavar="TOKENS", help="cascade_attention: tokens that all share"
@@ -210,11 +225,11 @@ def _bench_flags(flags: Parser) -> None:
     flags.add_argument("--out", metavar="DIR", help="folder of rows (default: bench/results)")
 
 
-def problem_flags(*, ahead: bool = False) -> Parser:
+def problem_flags(*, ahead: bool = False, roofs: bool = False) -> Parser:
     """The flags that `rawattn.cli.flags` reads: a problem and a device.
 
     `ahead` is for what compiles: batch and lengths are lists then, and an `arch` may stand for the
-    device.
+    device. `roofs` is for peaks of GPUs: dtypes are those that have one, devices never the host.
     """
     flags = Parser(add_help=False)
     sizes = flags.add_argument_group("problem")
@@ -233,7 +248,13 @@ def problem_flags(*, ahead: bool = False) -> Parser:
         add(name, default, f"default {default}")
     for name, other in (("k-len", "q-len"), ("kv-heads", "heads"), ("value-dim", "head-dim")):
         add(name, None, f"default: as --{other}")
-    sizes.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default), float32")
+    sizes.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=ROOFS if roofs else None,
+        metavar="DTYPE",
+        help=f"float16, bfloat16 (default){'' if roofs else ', float32'}",
+    )
     sizes.add_argument(
         "--causal", nargs="?", const=True, default=False, choices=("bottom_right", "top_left")
     )
@@ -245,9 +266,10 @@ def problem_flags(*, ahead: bool = False) -> Parser:
     sizes.add_argument("--sink", action="store_true", help="with a sink for each head")
     sizes.add_argument("--varlen", action="store_true", help="packed sequences; lengths are bounds")
     target = flags.add_mutually_exclusive_group()
-    target.add_argument(
-        "--device", default="current", help="current (default), host, or a GPU as H200"
+    names = (
+        "a GPU as H200, or all" if roofs else "a GPU as H200" if ahead else "host, or a GPU as H200"
     )
+    target.add_argument("--device", default="current", help=f"current (default), {names}")
     if ahead:
         target.add_argument("--arch", help="in place of --device: sm_80, sm_90a, ...")
     return flags

@@ -148,11 +148,12 @@ def flash_attn_with_kvcache(
         queries `(total_q, max_seqlen_q)`; row ``i`` sees the ``j``-th of the last `q_len` keys
         where it is not 0, and all keys before them.
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"}
-        What the caches hold: the dtype of `q`, or 8-bit values.
+        What the caches hold: the dtype of `q`, or 8-bit values. "auto" takes it from the dtype of
+        the caches, also an 8-bit one of ml_dtypes or int8; uint8 needs its word.
     k_descale, v_descale : float, or array of float32
         What multiplies the values of an 8-bit cache, and divides new tokens: an array has the shape
         `()`, `(1,)`, `(kv_heads,)`, or without new tokens `(batch, kv_heads)`. 1.0 for other
-        caches; else above 0, a float from 1e-18 to 1e18.
+        caches; else from 1e-18 to 1e18, which is not looked at in arrays on a GPU (see Notes).
     split_tokens : int
         Cuts sequences in parts of this many tokens, rounded up to a multiple of 64, whatever else
         is in the batch: a row's bits then do not depend on it. 0 balances the batch, but for
@@ -245,9 +246,11 @@ def reshape_and_cache(
         named twice, which is checked where lengths are.
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"}
         What the caches hold: the dtype of `key`, or 8-bit values, ``x / scale`` rounded to nearest
-        and saturated.
+        and saturated; int8, which has no NaN, holds -128 for it. "auto" takes it from the dtype of
+        the caches, also an 8-bit one of ml_dtypes or int8; uint8 needs its word.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(kv_heads,)`
-        1.0 where the cache holds the dtype of `key`; else above 0, a float from 1e-18 to 1e18.
+        1.0 where the cache holds the dtype of `key`; else from 1e-18 to 1e18, which is looked at in
+        arrays where lengths are: on a GPU only with ``RAWATTN_CHECK=1``.
     dtype, stream, backend, plan
         As in `flash_attn_func`.
 
@@ -343,11 +346,12 @@ def copy_blocks(
     Parameters
     ----------
     key_caches, value_caches : sequences of arrays, one a layer
-        Caches of any layout and dtype, all of one kind: blocks are their first axis, and each block
-        is contiguous. Keys and values may have different shapes.
+        Caches of any layout, dtype and number of blocks, which may differ from one to another; all
+        are NumPy arrays, or all lie on one GPU. Blocks are their first axis, and contiguous.
     block_mapping : array, shape `(pairs, 2)`, int64
         Source and destination of each copy. No destination may be another pair's source or
-        destination. On a GPU pairs with blocks that do not exist are skipped.
+        destination. In NumPy arrays every cache has to have these blocks; on a GPU a cache skips
+        pairs with blocks that it lacks.
     stream, backend, plan
         As in `flash_attn_func`.
 

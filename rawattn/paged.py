@@ -84,10 +84,12 @@ def paged_attention_v1(
         ``slope * (seq_len - 1 - j)`` is subtracted from the score of key ``j``.
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"}
         What the caches hold: the dtype of `query`, or 8-bit values that `k_scale` and `v_scale`
-        multiply. Caches of fp8 are arrays of uint8 or of ml_dtypes' type.
+        multiply. Caches of fp8 are arrays of uint8 or of ml_dtypes' type. "auto" takes it from
+        the dtype of the caches, also an 8-bit one of ml_dtypes or int8; uint8 needs its word.
     k_scale, v_scale : float, or array of float32, shape `()`, `(1,)` or `(num_kv_heads,)`
-        1.0 where the cache holds the dtype of `query`; else above 0, a float from 1e-18 to 1e18.
-        None is refused: 1.0 scales nothing.
+        1.0 where the cache holds the dtype of `query`; else from 1e-18 to 1e18, which is looked at
+        in arrays where lengths are: on a GPU only with ``RAWATTN_CHECK=1``. None is refused: 1.0
+        scales nothing.
     tp_rank : int
         Which rank of a tensor-parallel group this is, where attention is block-sparse and heads
         slide: its offsets depend on it.

@@ -14,6 +14,7 @@ from rawattn.cache_request import Cache
 from rawattn.paged_host import new_places
 from rawattn.paged_problem import PagedProblem
 from rawattn.paged_request import PagedArrays
+from rawattn.problem import LARGEST, SMALLEST
 from rawattn.reference import Array
 from rawattn.reference_paged import slots_of
 from rawattn.request import check_each, check_scores, check_values, row_lengths
@@ -164,8 +165,9 @@ def check_entries(name: str, table: Array, counted: Array, limit: int) -> None:
 
 
 def check_scales(name: str, scale: View | None) -> None:
-    """ValueError for a scale of 8-bit values that is not above 0 and finite."""
+    """ValueError for a scale of 8-bit values that `check_scalar` would refuse as a number."""
     if scale is None:
         return
     values = np.atleast_1d(to_host(scale))
-    check_values(name, values, (values > 0) & np.isfinite(values), "finite numbers above 0")
+    good = (values >= np.float32(SMALLEST)) & (values <= np.float32(LARGEST))
+    check_values(name, values, good, f"numbers from {SMALLEST} to {LARGEST}")

@@ -69,7 +69,8 @@ def tree_seen(tree_mask: Array, q_len: int, k_len: int) -> Array:
 
 
 def quantized(x: Array, scale: ArrayLike, dtype: np.dtype[Any]) -> Array:
-    """x (tokens, Hkv, size) as a cache of a type holds it; 8-bit types saturate.
+    """x (tokens, Hkv, size) as a cache of a type holds it; 8-bit types saturate, and int8, which
+    has no NaN, holds -128 for it.
 
     `scale` broadcasts to (tokens, Hkv).
     """
@@ -78,7 +79,7 @@ def quantized(x: Array, scale: ArrayLike, dtype: np.dtype[Any]) -> Array:
     with np.errstate(all="ignore"):
         divided = x.astype(np.float32) / np.asarray(scale, np.float32)[..., None]
         if dtype == np.int8:
-            return np.clip(np.rint(divided), -128, 127).astype(np.int8)
+            return np.clip(np.nan_to_num(np.rint(divided), nan=-128), -128, 127).astype(np.int8)
         largest = float(ml_dtypes.finfo(dtype).max)
         return np.clip(divided, -largest, largest).astype(dtype)
 

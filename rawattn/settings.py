@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from rawattn.plan import NAMES, Backend
 
+VARIABLES = (
+    *("RAWATTN_BACKEND", "RAWATTN_CHECK", "RAWATTN_CACHE_DIR"),
+    *("RAWATTN_EXAMPLE_WEIGHTS", "RAWATTN_PEERS"),  # of a clone: the example's, and the bench's
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -27,6 +32,20 @@ class Settings:
         if check not in ("0", "1"):
             raise ValueError(f"RAWATTN_CHECK={check!r}: accepted are 0 and 1")
         return Settings(backend=os.environ.get("RAWATTN_BACKEND") or None, check=check == "1")
+
+
+def remarks() -> list[str]:
+    """What is wrong with the variables: one that there is not, or a value that calls refuse."""
+    found = [
+        f"{name}: there is no such variable; accepted are {', '.join(VARIABLES)}"
+        for name in sorted(os.environ)
+        if name.startswith("RAWATTN_") and name not in VARIABLES
+    ]
+    try:
+        forced_backend(None, ())
+    except ValueError as error:
+        found.append(str(error))
+    return found
 
 
 def forced_backend(asked: str | None, backends: Sequence[Backend]) -> str | None:

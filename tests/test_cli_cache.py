@@ -35,8 +35,33 @@ def test_compile_fills_the_cache_which_lists_and_clears(run: Any, folder: Path) 
     assert entry["key"].startswith("fwd_sm80-sm_80-") and entry["intact"]
     (folder / entry["key"] / "kernel.cubin").write_bytes(b"")
     assert not run("cache list --json").facts["kernels"][0]["intact"]
-    assert run("cache clear --json").facts["removed"] == 1
+    size = run("cache size --json").facts["size_bytes"]
+    gone = run("cache clear --json").facts
+    assert (gone["folder"], gone["removed"], gone["removed_bytes"]) == (str(folder), 1, size)
     assert list(folder.iterdir()) == []
+
+
+def test_an_empty_variable_clears_nothing(
+    run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It means the default folder, which whoever wrote it may not have meant."""
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entry = cache.Cache(tmp_path / "rawattn").get(KEY, lambda: {"kernel.cubin": b"code"})
+    cache.default.cache_clear()
+    assert run("cache size --json").facts["entries"] == 1
+    found = run("cache clear")
+    assert found.code == 2 and f"RAWATTN_CACHE_DIR='': that is {tmp_path / 'rawattn'}" in found.err
+    assert entry.exists()
+
+
+def test_ctrl_c_takes_one_line(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_command, "compile_all", interrupted)
+    assert run("compile --arch sm_80 --all") == (130, "", "rawattn compile: interrupted\n")
+    assert run("compile --arch sm_80 --all --json").facts["message"] == "interrupted"
 
 
 def test_a_kernel_that_does_not_compile_exits_with_1(
@@ -125,6 +150,14 @@ def test_compile_takes_the_backend_of_the_environment(
     assert not folder.exists()
 
 
+@pytest.fixture
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise RuntimeError("no CUDA GPU here")
+
+    monkeypatch.setattr("rawattn.cli.selftest.import_cupy", refuse)
+
+
 # ---- selftest ------------------------------------------------------------------------------------
 
 
@@ -146,6 +179,16 @@ def test_selftest_refuses_a_backend_that_there_is_not(
         found.code == 2
         and "RAWATTN_BACKEND='fast': accepted are fwd_sm90, fwd_sm80" in found.facts["message"]
     )
+
+
+@pytest.mark.parametrize("name", ["fwd_sm80", "paged_v2"])
+def test_selftest_without_a_gpu_names_the_variable(
+    run: Any, backend: Callable[[str], None], no_cupy: None, name: str
+) -> None:
+    backend(name)
+    code, out, err = run("selftest")
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert f"RAWATTN_BACKEND='{name}' takes GPU arrays: no CUDA GPU here" in err
 
 
 def test_selftest_finds_a_wrong_kernel(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rawattn.__main__ import ROOFS, problem_flags
 from rawattn.settings import Settings
 
 pytest_plugins = ("tests.cli",)
@@ -66,3 +68,41 @@ def test_a_variable_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RAWATTN_CHECK", word)
     with pytest.raises(ValueError, match=f"RAWATTN_CHECK='{word}': accepted are 0 and 1"):
         Settings.read.__wrapped__()
+
+
+def test_info_remarks_on_variables(run: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("info --json").facts["remarks"] == []
+    monkeypatch.setenv("RAWATTN_BACKENDS", "fwd_sm80")
+    backend("fast")
+    unknown, wrong = run("info --json").facts["remarks"]
+    assert unknown.startswith("RAWATTN_BACKENDS: there is no such variable; accepted are RAWATTN_B")
+    assert wrong.startswith("RAWATTN_BACKEND='fast': accepted are fwd_sm90, fwd_sm80")
+    monkeypatch.setenv("RAWATTN_CHECK", "yes")
+    Settings.read.cache_clear()
+    assert run("info --json").facts["remarks"][1] == "RAWATTN_CHECK='yes': accepted are 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "program"),
+    [
+        ("plan --page 8", "rawattn plan"),
+        ("plan --head-dim 0", "rawattn plan"),
+        ("roofline --causa", "rawattn"),
+        ("", "rawattn"),
+    ],
+)
+def test_a_usage_error_takes_one_line(run: Any, line: str, program: str) -> None:
+    code, out, err = run(line)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"{program}: ") and err.endswith(f". See python -m {program} --help\n")
+
+
+def test_dtypes_of_a_roofline_are_one_list(run: Any) -> None:
+    for dtype in ("float32", "float8_e4m3fn", "fp16"):
+        found = run(f"roofline --device H200 --dtype {dtype}").err
+        assert "--dtype" in found and re.findall(r"b?float\d+", found.split("choose from")[1]) == [
+            *ROOFS
+        ]
+    for dtype in ROOFS:
+        assert run(f"roofline --device H200 --dtype {dtype}").code == 0
+    assert f"{ROOFS[0]}, {ROOFS[1]} (default)\n" in problem_flags(roofs=True).format_help()

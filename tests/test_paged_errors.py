@@ -216,9 +216,15 @@ def test_scales_of_8_bits() -> None:
             "k_descale",
             np.array([1, 0], F32),
             VALUE,
-            "k_descale[1] is 0.0: accepted are finite numbers",
+            "k_descale[1] is 0.0: accepted are numbers from 1e-18",
         ),
-        ("v_descale", np.array([np.nan], F32), VALUE, "v_descale[0] is nan: accepted are finite"),
+        ("v_descale", np.array([np.nan], F32), VALUE, "v_descale[0] is nan: accepted are numbers"),
+        (
+            "k_descale",
+            np.array([1e30], F32),
+            VALUE,
+            "e+30: accepted are numbers from 1e-18 to 1e+18",
+        ),
     ):
         refuses(rawattn.flash_attn_with_kvcache, call | {name: scale}, error, message)
     new = {"k": zeros(2, 1, 2, 16, dtype=F16), "v": zeros(2, 1, 2, 16, dtype=F16)}

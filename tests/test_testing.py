@@ -196,6 +196,14 @@ def test_a_broken_kernel_breaks_its_law(name: str) -> None:
         judge(call, law, 300)
 
 
+def test_who_multiplies_with_weights_of_0_is_told_to_select() -> None:
+    def multiply(a: dict[str, Any]) -> None:
+        a["out"][...] += 0 * a["v"].astype(np.float32).sum()
+
+    with pytest.raises(AssertionError, match="select 0 there, a product with weights of 0 is NaN"):
+        LAW["law_empty_rows"](op_of(after(multiply)), Case(q_lens=(3,), k_lens=(1,), causal=True))
+
+
 PLAIN = Limits(
     layouts=("dense",),
     causal=(False,),

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from rawattn import compile, registry
+from rawattn.cli.workers import program
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -326,4 +327,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program("tools.gpu_tests", main))

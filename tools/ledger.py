@@ -16,12 +16,11 @@ import csv
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 from rawattn import compile, registry
+from rawattn.cli.workers import each, program
 from tools import sass
 
 LEDGER = Path(__file__).resolve().parent.parent / "tests" / "ledger.csv"
@@ -105,12 +104,11 @@ def measure(kernel: registry.Kernel, config: registry.Config, arch: str) -> Row:
 def measure_all(arches: Iterable[str], workers: int, job: Job = measure) -> Iterator[Row]:
     """Every registered Config for each architecture, in no order."""
     jobs = [(k, c, arch) for arch in arches for k, c in registry.all_configs(arch)]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for done, row in enumerate(pool.map(job, *zip(*jobs, strict=True)), 1):
-            if sys.stderr.isatty() or done % 50 == 0 or done == len(jobs):
-                end = "\r" if sys.stderr.isatty() and done < len(jobs) else "\n"
-                print(f"compiled {done} of {len(jobs)}", end=end, file=sys.stderr, flush=True)
-            yield row
+    for done, (_, row) in enumerate(each(job, jobs, workers), 1):
+        if sys.stderr.isatty() or done % 50 == 0 or done == len(jobs):
+            end = "\r" if sys.stderr.isatty() and done < len(jobs) else "\n"
+            print(f"compiled {done} of {len(jobs)}", end=end, file=sys.stderr, flush=True)
+        yield row
 
 
 def read() -> set[Row]:
@@ -154,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program("tools.ledger", main))

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import runpy
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from bench.measure import measure
 from bench.report import geometric_mean
 from bench.rows import Row, append, groups
 from rawattn import compile, plan
+from rawattn.cli.workers import each
 from rawattn.device import Device
 from rawattn.registry import KERNELS, Config
 
@@ -101,12 +101,12 @@ def _compiled(kernel: str, config: Config, device: Device) -> str:
 def compile_all(launches: set[plan.Launch], device: Device) -> set[plan.Launch]:
     """Compile on every core, into the disk cache; the launches that compiled and fit the device."""
     good, todo = set(), {(x.kernel, x.config): x for x in launches}
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_compiled, *key, device) for key in todo]
-        for (key, launch), job in zip(todo.items(), jobs, strict=True):
-            print(f"{job.result()}: {launch_text(launch)}", flush=True)
-            if not job.result().startswith("error"):
-                good.add(key)
+    keys = list(todo)
+    items = [(*key, device) for key in keys]
+    for place, said in each(_compiled, items, os.cpu_count() or 1):
+        print(f"{said}: {launch_text(todo[keys[place]])}", flush=True)
+        if not said.startswith("error"):
+            good.add(keys[place])
     return {x for x in launches if (x.kernel, x.config) in good}
 
 

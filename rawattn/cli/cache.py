@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -17,14 +18,22 @@ EMULATOR = "emulator"  # where tools/emulator keeps its objects: neither counted
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
-    """Facts of the cache folder; with "clear", how many kernels were removed.
+    """Facts of the cache folder; with "clear", how many kernels and bytes were removed from it.
 
-    The code is 1 where the folder cannot be written.
+    The code is 1 where the folder cannot be written. ValueError: "clear" of what an empty variable
+    names.
     """
     kernels = cache.default()
     if args.action == "clear":
+        if os.environ.get("RAWATTN_CACHE_DIR") == "":
+            raise ValueError(
+                f"RAWATTN_CACHE_DIR='': that is {kernels.folder}, as without it; to clear a cache, "
+                "accepted are a folder and a variable that is not set"
+            )
         _refuse_strangers(kernels.folder)
-        facts = {"removed": kernels.clear(keep=(EMULATOR,)), **folder_facts(kernels)}
+        size = sum(entry.size for entry in kernel_entries(kernels))
+        removed = {"removed": kernels.clear(keep=(EMULATOR,)), "removed_bytes": size}
+        facts = {**folder_facts(kernels), **removed}
     else:
         facts = folder_facts(kernels)
     if args.action == "list":

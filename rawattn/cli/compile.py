@@ -9,12 +9,10 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from typing import Any
 
 from rawattn import cache, compile
-from rawattn.cli import flags
+from rawattn.cli import flags, workers
 from rawattn.cli.cache import folder_facts
 from rawattn.cli.calls import call_of
 from rawattn.device import DEVICES, Device
@@ -29,7 +27,10 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     else:
         todo = of_calls(args, device)
     if not todo:
-        raise ValueError(f"device={device.name!r}: there is nothing to compile for it")
+        raise ValueError(
+            f"device={device.name!r}: there is nothing to compile for it; accepted are "
+            f"{', '.join(DEVICES)}"
+        )
     start = time.perf_counter()
     results = _progress(compile_all(todo, device.arch, args.jobs), len(todo))
     errors = [error for error in results if error is not None]
@@ -74,10 +75,10 @@ def compile_all(
     todo: list[tuple[str, Config]], arch: str, jobs: int | None = None
 ) -> Iterator[str | None]:
     """What is wrong with each kernel, as they are done; None for those that are in the cache."""
-    workers = min(len(todo), jobs or os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job in as_completed([pool.submit(_compile_one, *kernel, arch) for kernel in todo]):
-            yield job.result()
+    processes = min(len(todo), jobs or os.cpu_count() or 1)
+    items = [(*kernel, arch) for kernel in todo]
+    for _, error in workers.each(_compile_one, items, processes):
+        yield error
 
 
 def _compile_one(kernel: str, config: Config, arch: str) -> str | None:

@@ -48,15 +48,16 @@ def k_len(args: Namespace) -> int:
     return int(args.q_len if args.k_len is None else args.k_len)
 
 
-def device(args: Namespace) -> Device:
+def device(args: Namespace, *others: str) -> Device:
     """The device that ``--device`` names.
 
-    ValueError: it is not known. RuntimeError: it is "current", and there is none.
+    ValueError: it is not known. RuntimeError: it is "current", and there is none; the message names
+    the GPUs and what the command takes in their place, `others`.
     """
     if args.device != "current":
         return Device.named(args.device)
     try:
         return Device.current()
     except RuntimeError as error:
-        known = ", ".join(("host", *DEVICES))
+        known = ", ".join((*others, *DEVICES))
         raise RuntimeError(f"{error}. --device takes another: {known}") from None

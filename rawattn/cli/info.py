@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import rawattn
-from rawattn import cache, compile
+from rawattn import cache, compile, settings
 from rawattn.cache_problem import (
     CopyBlocksProblem,
     KvWriteProblem,
@@ -85,6 +85,7 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
         "sources": str(cuda_folder()),
         "cache": _cache(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("RAWATTN_")},
+        "remarks": settings.remarks(),
         "backends": [
             {"for": op, "name": b.name, "runs_here": why is None, "why_not": why}
             for op, (backends, typical) in operations().items()

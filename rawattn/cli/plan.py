@@ -18,7 +18,7 @@ from rawattn.settings import forced_backend
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of a plan, and 0; with 2 the reasons of all backends, where none takes the problem."""
-    call, device = call_of(args), flags.device(args)
+    call, device = call_of(args), flags.device(args, "host")
     asked = {
         "problem": problem_facts(call.problem),
         "device": {"name": device.name, "arch": device.arch, "sms": device.sms},

@@ -21,7 +21,7 @@ from rawattn.roofline.draw import draw, points
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
     """Facts of `rawattn.roofline`. ValueError where the peaks of the device are not known."""
-    devices = list(DEVICES.values()) if args.device == "all" else [flags.device(args)]
+    devices = list(DEVICES.values()) if args.device == "all" else [flags.device(args, "all")]
     if args.model is not None:
         asked, facts = _model_facts(args), [_step_facts(args, d) for d in devices]
     else:

@@ -7,7 +7,6 @@ Inputs have NaN around them and outputs lie between canaries; the bound is compu
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from argparse import Namespace
@@ -15,11 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from rawattn import testing
-from rawattn.cli.info import TYPICAL
+from rawattn.cli.info import operations
 from rawattn.device import Device, import_cupy
-from rawattn.plan import BACKENDS, plan
-from rawattn.problem import Unsupported
-from rawattn.settings import forced_backend
+from rawattn.settings import Settings, forced_backend
 from rawattn.testing import Case
 from rawattn.testing.paged_cases import PagedCase
 from rawattn.testing.paged_inputs import paged_tensors
@@ -77,15 +74,18 @@ PAGED = {
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
-    """Facts of each check; 1 where one did not hold. ValueError: a RAWATTN_BACKEND there is not."""
-    with contextlib.suppress(Unsupported):  # one of GPUs
-        plan(TYPICAL, Device.host(), forced_backend(None, BACKENDS))
+    """Facts of each check; 1 where one did not hold.
+
+    ValueError: a RAWATTN_BACKEND there is not. RuntimeError: one of GPUs, and there is none.
+    """
+    forced_backend(None, ())
     modules, no_gpu = ["numpy"], None
     try:
         import_cupy()
         modules.append("cupy")
     except RuntimeError as error:
         no_gpu = str(error)
+        _refuse_backend_of_gpus(no_gpu)
     checks = [
         {"arrays": module, "problem": name, **check(op, case)}
         for module in modules
@@ -95,6 +95,16 @@ def run(args: Namespace) -> tuple[dict[str, Any], int]:
     ]
     failed = sum(facts["result"] != "ok" for facts in checks)
     return {"checks": checks, "failed": failed, "no_gpu": no_gpu}, int(failed > 0)
+
+
+def _refuse_backend_of_gpus(no_gpu: str) -> None:
+    """RuntimeError where RAWATTN_BACKEND names one that refuses NumPy arrays."""
+    forced, host = Settings.read().backend, Device.host()
+    known = operations()
+    for operation in ("attention", "paged attention", "store tokens"):
+        backends, typical = known[operation]
+        if any(b.name == forced and b.refuses(typical, host) for b in backends):
+            raise RuntimeError(f"RAWATTN_BACKEND={forced!r} takes GPU arrays: {no_gpu}")
 
 
 def check(op: Any, case: Any) -> dict[str, Any]:

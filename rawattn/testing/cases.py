@@ -98,6 +98,19 @@ def short_repr(x: Any) -> str:
     return f"{type(x).__name__}({', '.join(shown)})"
 
 
+class Sizes(tuple[int, ...]):
+    """Sizes from 1 on, whose repr is short."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"tuple(range(1, {len(self) + 1}))"
+
+
+def _kind(x: Any) -> type:
+    return tuple if isinstance(x, tuple) else type(x)
+
+
 class Narrowed:
     """A dataclass of what is allowed: `a & b` allows what both do.
 
@@ -111,8 +124,8 @@ class Narrowed:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             found: Any = getattr(self, field.name)
             most: Any = field.default
-            if type(found) is not type(most):
-                kind = {tuple: "tuples", bool: "False and True", int: "integers"}[type(most)]
+            if _kind(found) is not _kind(most):
+                kind = {tuple: "tuples", bool: "False and True", int: "integers"}[_kind(most)]
                 raise TypeError(f"{field.name}={found!r}: accepted are {kind}")
             if isinstance(most, tuple):
                 if unknown := [x for x in found if x not in most]:
@@ -156,7 +169,7 @@ class Limits(Narrowed):
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
-    head_dims: tuple[int, ...] = tuple(range(1, 257))
+    head_dims: tuple[int, ...] = Sizes(range(1, 257))
     layouts: tuple[str, ...] = LAYOUTS
     causal: tuple[bool | str, ...] = (False, True, "top_left")
     memories: tuple[str, ...] = MEMORIES
