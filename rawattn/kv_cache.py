@@ -126,7 +126,7 @@ def flash_attn_with_kvcache(
         sees. `cache_seqlens`, and positions of rotary tables, count them. Rows of `k_cache` and of
         `v_cache` are then as many tokens apart, a whole number.
     block_table : array, shape `(batch, max_blocks)`, int32, optional
-        The pages of each sequence. Entries past its last page are never read.
+        The pages of each sequence. Entries past its last page may hold anything.
     kv_indptr, kv_indices, kv_last_page_len : array, int32, optional
         In place of `block_table` and `cache_seqlens`: the pages of sequence ``b`` are ``kv_indices[
         kv_indptr[b]:kv_indptr[b + 1]]``, all full but the last, which holds ``kv_last_page_len[b]``
@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Slots past the length of a sequence are never read and may hold NaN. Lengths, pages,
+    Slots past the length of a sequence never count and may hold NaN. Lengths, pages,
     places of new tokens, slopes, sinks and scales are looked at where they lie in NumPy arrays, and
     a ValueError names the index at fault; on a GPU only with ``RAWATTN_CHECK=1``.
 

@@ -73,7 +73,7 @@ def paged_attention_v1(
     scale : float
         Factor of the products of queries and keys, as `softmax_scale` in `flash_attn_func`.
     block_tables : array, shape `(num_seqs, max_num_blocks)`, int32
-        The blocks of each sequence. Entries past its last block are never read.
+        The blocks of each sequence. Entries past its last block may hold anything.
     seq_lens : array, shape `(num_seqs,)`, int32
         How many keys each sequence has; 0 gives out 0.
     block_size : int
