@@ -13,11 +13,14 @@ from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, pyplot, save
 
 
 def draw_fp16(path: Path, text: dict[str, str], suite: Suite, source: Path) -> None:
-    """A panel for each mask: the speed of fp16 as a share of that of bf16, over length."""
+    """A panel for each mask: the speed of fp16 as a share of that of bf16, over length. A colour a head dim, a
+    marker a library, hollow those of peers.
+    """
     rows = load(source)
     kinds = twins.fp16_lines(rows, suite.backend)
     masks = sorted({mask for _, _, mask in kinds}, key=lambda mask: mask != "none")
     sizes = sorted({head_dim for _, head_dim, _ in kinds})
+    backends = list(dict.fromkeys(backend for backend, _, _ in kinds))
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
@@ -29,7 +32,7 @@ def draw_fp16(path: Path, text: dict[str, str], suite: Suite, source: Path) -> N
                 [length(pair.row) for pair in pairs],
                 [100 * pair.ratio for pair in pairs],
                 color=COLOURS[sizes.index(head_dim)],
-                marker=MARKERS[sizes.index(head_dim)],
+                marker=MARKERS[backends.index(backend)],
                 markerfacecolor=None if ours else "none",
                 markersize=5 if ours else 8,
                 linestyle="-" if ours else "",
