@@ -99,6 +99,9 @@ struct Query {
   static constexpr bool kRegisters = !C::staged;
   static constexpr int kTiles = kRegisters ? C::row_tiles : 1;
   static constexpr int kStride = C::head_dim + 8;  // elements of a row in shared memory
+  // Whether q is made ready before the first unit of a part, not when the part begins. Wide q need
+  // not be; and where bytes are widened without instructions for it, no registers are left.
+  static constexpr bool kLate = !Tile::kWide && kFp8Instructions;
   static_assert(C::row_tiles == 1 || Tile::kWide, "8-bit caches: rows of one tile");
 
   unsigned q[kTiles][kRegisters ? kSteps : 1][2];
@@ -108,7 +111,10 @@ struct Query {
   // is read until a part begins.
   __device__ __forceinline__ void load(const DecodeSplitParams& p, const RowBlock<C>& rows) {
     static_assert(kRegisters, "q is in shared memory");
-    if (rows.count == 0) return;  // its products are nobody's
+    // Without rows products are nobody's: no q is read. Where registers are short, not by a branch.
+    constexpr bool kBranch = kLate || Tile::kWide || !C::unaligned;
+    if (kBranch && rows.count == 0) return;
+    const int dims = kBranch || rows.count > 0 ? p.head_dim : 0;
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
@@ -122,7 +128,7 @@ struct Query {
         const int dim = 16 * (i / 2) + (Tile::kWide ? 8 : 2) * (i % 2);
         unsigned& x = q[nt][i / 2][i % 2];
         if constexpr (C::unaligned) {
-          x = load_pair(from + dim, p.head_dim - first - dim);
+          x = load_pair(from + dim, dims - first - dim);
         } else {
           // By TMA all of head_dim are stored.
           const bool inside = C::tma || first + dim < p.head_dim;
@@ -137,8 +143,7 @@ struct Query {
     }
   }
 
-  // What has been loaded is made ready: before the first unit of a part, but for 16-bit caches when
-  // the part begins, since it does not wait for q then.
+  // What has been loaded is made ready.
   __device__ __forceinline__ void begin(const DecodeSplitParams& p) {
     if constexpr (Tile::kWide) {
       scale[0] = scale[1] = p.scale_log2;

@@ -370,7 +370,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
         loader.issue(p, at, stage == 0 ? C::ahead : stage - 1, turn, turns);
       }
       // Not before: q comes behind the first copies, which others should follow at once.
-      if (!KvTile<C>::kWide && unit == first + turn) warp.query.begin(p);
+      if (Query<C>::kLate && unit == first + turn) warp.query.begin(p);
       const int first_key = unit * C::unit;
       if constexpr (C::tma) {
         if (first_key + C::unit > rows.k_len) {

@@ -44,7 +44,7 @@ struct DecodeWarp {
     for (auto& max : row_max) max[0] = max[1] = kEmptyMax;
     for (auto& sum : row_sum) sum[0] = sum[1] = 0.f;
     active = ceil_div(rows.end(), 8);
-    if constexpr (Tile::kWide) query.begin(p);
+    if constexpr (!Query<C>::kLate) query.begin(p);
     rows.interval(p, seen_from, seen_to);
   }
 
