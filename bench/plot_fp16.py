@@ -13,8 +13,9 @@ from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, pyplot, save
 
 
 def draw_fp16(path: Path, text: dict[str, str], suite: Suite, source: Path) -> None:
-    """A panel for each mask: the speed of fp16 as a share of that of bf16, over length. A colour a head dim, a
-    marker a library, hollow those of peers.
+    """A panel for each mask: the speed of fp16 as a share of that of bf16, over length.
+
+    A colour a head dim, a marker a library; those of peers are hollow.
     """
     rows = load(source)
     kinds = twins.fp16_lines(rows, suite.backend)

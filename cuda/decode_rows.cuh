@@ -114,7 +114,6 @@ struct Query {
     // Without rows products are nobody's: no q is read. Where registers are short, not by a branch.
     constexpr bool kBranch = kLate || Tile::kWide || !C::unaligned;
     if (kBranch && rows.count == 0) return;
-    const int dims = kBranch || rows.count > 0 ? p.head_dim : 0;
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
@@ -128,6 +127,7 @@ struct Query {
         const int dim = 16 * (i / 2) + (Tile::kWide ? 8 : 2) * (i % 2);
         unsigned& x = q[nt][i / 2][i % 2];
         if constexpr (C::unaligned) {
+          const int dims = kBranch || rows.count > 0 ? p.head_dim : 0;
           x = load_pair(from + dim, dims - first - dim);
         } else {
           // By TMA all of head_dim are stored.

@@ -191,3 +191,10 @@ def test_as_many_parts_as_are_asked_for() -> None:
     (launch,) = plan(bf16, Device.named("H200")).launches
     span = dict(launch.scalars)["span"] * launch.config.unit
     assert -(-3000 // span) <= 7
+
+
+def test_a_cache_without_blocks_has_room_for_no_keys() -> None:
+    call = paged(k_cache=zeros(0, 4, 2, 16), v_cache=zeros(0, 4, 2, 16))
+    call["cache_seqlens"] = np.zeros_like(call["cache_seqlens"])
+    call["block_table"] = np.zeros_like(call["block_table"])
+    assert rawattn.prepare(rawattn.flash_attn_with_kvcache, **call).plan.problem.max_k == 0

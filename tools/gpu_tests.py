@@ -5,6 +5,7 @@
     python -m tools.gpu_tests --laws 3000           one part: --pytest, --laws N, --sanitizer,
                                                     --outputs (writes tests/gpu_outputs.npz)
     python -m tools.gpu_tests --check               does the record belong to the current sources?
+    python -m tools.gpu_carry COMMIT                it does, if their machine code is the same
 
 The tests of the example need gguf, tokenizers and the weights, a file that RAWATTN_EXAMPLE_WEIGHTS
 may name. The record counts the tests of each file; where one with GPU tests has none that passed, a
@@ -94,6 +95,8 @@ def status() -> str:
     found = "matches the current sources"
     if record["sources"] != sources_digest():
         found = f"is of OTHER sources ({record['sources']}, not {sources_digest()})"
+    elif record.get("carried"):
+        found += ", which compile to the machine code that ran (tools.gpu_carry)"
     parts, laws = [record.get(name, {}) for name in ("pytest", "example")], record.get("laws", {})
     tests = {key: sum(part.get(key, 0) for part in parts) for key in COUNTED[:3]}
     left = missing(record) if counts_files(record) else []
