@@ -349,11 +349,9 @@ def _table(
             )
         elif specs.cache_batch_idx is not None:
             raise ValueError(f"{names.cache_batch_idx}: with {names.block_table} accepted is None")
-        else:
-            blocks = specs.block_table.shape[1]
-    # Kernels read ahead where a sequence may have keys.
-    most = blocks * cache.page if cache.blocks else 0
-    max_k = bound("max_seqlen_k", options.max_seqlen_k, most)
+        else:  # a cache of no blocks has no keys: kernels read ahead where there may be some
+            blocks = specs.block_table.shape[1] if cache.blocks else 0
+    max_k = bound("max_seqlen_k", options.max_seqlen_k, blocks * cache.page)
     # Where there is room for more than a sequence may have, a caller who asks for it is refused.
     return table, max_k if options.max_seqlen_k is not None else min(max_k, MAX_LENGTH)
 

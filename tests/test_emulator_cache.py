@@ -48,16 +48,30 @@ CONVERT = """
 #include "types.cuh"
 struct Params { const float* x; TYPE* narrow; float* wide; int n; };
 
+// Two of four numbers from `first` on, as halves.
+template <int kLow, int kHigh>
+__device__ void widen(const Params& p, int first) {
+  const unsigned four = first * 0x01010101u + 0x03020100u;
+  const unsigned wide = TYPE::widen<kLow, kHigh>(four);
+  float* to = p.wide + (kHigh == kLow + 1 ? 0 : 256) + first;
+  to[kLow] = to_float(fp16{static_cast<unsigned short>(wide)});
+  to[kHigh] = to_float(fp16{static_cast<unsigned short>(wide >> 16)});
+}
+
 extern "C" __global__ void convert(const __grid_constant__ Params p) {
   const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= p.n) return;
   const unsigned pair = TYPE::narrow(p.x[i], p.x[i + 1]);
   p.narrow[i] = {static_cast<unsigned char>(pair)};
   p.narrow[i + 1] = {static_cast<unsigned char>(pair >> 8)};
-  const unsigned wide = TYPE::widen(i % 256 | (i % 256 + 1) << 8);
-  if (i < 256) {
-    p.wide[i] = to_float(fp16{static_cast<unsigned short>(wide)});
-    p.wide[i + 1] = to_float(TYPE{static_cast<unsigned char>(i + 1)});
+  if (i < 512) {
+    p.wide[512 + i / 2] = to_float(TYPE{static_cast<unsigned char>(i / 2)});
+  }
+  if (i < 256 && i % 4 == 0) {
+    widen<0, 1>(p, i);
+    widen<2, 3>(p, i);
+    widen<0, 2>(p, i);
+    widen<1, 3>(p, i);
   }
 }
 """
@@ -77,7 +91,7 @@ def floats() -> Array:
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
 def test_conversions(name: str, flags: tuple[str, ...]) -> None:
     x = floats()
-    narrow, wide = np.zeros(x.size, np.uint8), np.zeros(256, np.float32)
+    narrow, wide = np.zeros(x.size, np.uint8), np.zeros((3, 256), np.float32)
     params = pack(x, narrow, wide, x.size)
     unit = CONVERT.replace("TYPE", name)
     run(unit, "convert", params, -(-x.size // 512), 256, 0, [x, narrow, wide], 1, flags=flags)
@@ -92,7 +106,8 @@ def test_conversions(name: str, flags: tuple[str, ...]) -> None:
     nan = np.isnan(x) if name != "int8" else np.zeros(x.size, bool)
     np.testing.assert_array_equal(narrow[~nan], want.view(np.uint8)[~nan])
     assert (narrow[nan] == 0x7F).all()
-    np.testing.assert_array_equal(wide, np.arange(256, dtype=np.uint8).view(kind).astype("f4"))
+    for ways in wide:  # neighbours; both even or odd ones; one by one
+        np.testing.assert_array_equal(ways, np.arange(256, dtype=np.uint8).view(kind).astype("f4"))
 
 
 EXP_LOG = """

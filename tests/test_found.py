@@ -385,7 +385,7 @@ def test_what_is_no_function_and_no_name() -> None:
 
 
 def test_a_cache_without_blocks() -> None:
-    message = "block_table[0, 0] is 1: the cache has no block"
+    message = "k has 1 tokens a sequence: accepted are up to 0, the room of the cache"
     empty = {name: np.zeros((0, 8, 2, 16), F32) for name in ("k_cache", "v_cache")}
     refuses(rawattn.flash_attn_with_kvcache, paged(**empty), VALUE, message)
 
