@@ -53,7 +53,8 @@ def fp16(head_dim: int, causal: bool, length: int) -> Case:
     the types is of the same run as ours.
 
     Among these peers FlashAttention-2 draws little power. Without it all share the low clock that
-    the average of them leaves, and what fp16 draws more is not in its own time.
+    the average of them leaves, and what fp16 draws more is not in its own time (rows:
+    results/nvidia-h200/tuning/fp16-company.csv).
     """
     case, every = dense(head_dim, causal, length), length == 4096
     return Case(

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from rawattn import __version__
+from rawattn.cli import INTERRUPTED
 from rawattn.cli.text import render
 from rawattn.problem import Unsupported
 
@@ -63,10 +64,7 @@ UNUSED = (
     ("roofline", "without", "--plot", ("--rows",)),
     ("compile", "with", "--all", ("--batch", "--q-len", "--k-len", *SHAPE, *CALL)),
 )
-ROOFS = (
-    "float16",
-    "bfloat16",
-)  # the dtypes of a problem that have a peak: others of them have none
+ROOFS = ("float16", "bfloat16")  # of FLOATS those that have a peak: neither module is read here
 LARGEST = 2**31 - 1  # of sizes: what kernels count in
 
 
@@ -112,7 +110,8 @@ def _run(argv: Sequence[str]) -> int:
     except (RuntimeError, OSError) as error:
         facts, code = _explain(f"rawattn {args.command}", error), 1
     except KeyboardInterrupt:
-        facts, code = _explain(f"rawattn {args.command}", KeyboardInterrupt("interrupted")), 130
+        facts = _explain(f"rawattn {args.command}", KeyboardInterrupt("interrupted"))
+        code = INTERRUPTED
     if args.json:
         print(json.dumps(facts, indent=2))
     elif "error" not in facts:

@@ -250,12 +250,12 @@ def _exchanged(name: str, x: Any) -> Any:
         return _from_dlpack(name, x)
     if hasattr(x, "__cuda_array_interface__"):
         return _from_cuda_array_interface(name, x)
-    tracer = "; JAX's jit, grad and vmap trace, before there are arrays: call outside of them"
+    hint = ""
+    if type(x).__name__.endswith("Tracer"):
+        hint = "; JAX's jit, grad and vmap trace, before there are arrays: call outside of them"
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}: accepted are arrays of CuPy "
-        "or NumPy, and objects with __dlpack__ or __cuda_array_interface__"
-        + tracer
-        * type(x).__name__.endswith("Tracer")
+        f"or NumPy, and objects with __dlpack__ or __cuda_array_interface__{hint}"
     )
 
 

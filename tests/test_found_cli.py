@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from rawattn.__main__ import ROOFS, problem_flags
+from rawattn.arrays import FLOATS
+from rawattn.roofline.roofs import TENSOR_CORE_DTYPES
 from rawattn.settings import Settings
 
 pytest_plugins = ("tests.cli",)
@@ -103,6 +105,7 @@ def test_dtypes_of_a_roofline_are_one_list(run: Any) -> None:
         assert "--dtype" in found and re.findall(r"b?float\d+", found.split("choose from")[1]) == [
             *ROOFS
         ]
+    assert set(ROOFS) == set(FLOATS) & set(TENSOR_CORE_DTYPES)
     for dtype in ROOFS:
         assert run(f"roofline --device H200 --dtype {dtype}").code == 0
     assert f"{ROOFS[0]}, {ROOFS[1]} (default)\n" in problem_flags(roofs=True).format_help()

@@ -97,8 +97,7 @@ def carry(commit: str) -> list[str]:
     found = codes(arch)
     if different := differences(before, found):
         return [f"{len(different)} of {len(found)} kernels differ", *different[:10]]
-    new = carried(record, commit, len(found), gpu_tests.sources_digest())
-    gpu_tests.RECORD.write_text(json.dumps(new, indent=2) + "\n")
+    gpu_tests.save(carried(record, commit, len(found), gpu_tests.sources_digest()))
     new_outputs = gpu_tests.sources_digest(gpu_outputs.CODE, gpu_outputs.KERNELS)
     gpu_outputs.save(dataclasses.replace(outputs, sources=new_outputs))
     return []

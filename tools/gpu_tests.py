@@ -87,6 +87,10 @@ def load() -> Record:
     return json.loads(RECORD.read_text()) if RECORD.is_file() else {}
 
 
+def save(record: Record) -> None:
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def status() -> str:
     """One line: whether the record was made with the current sources, and what it holds."""
     record = load()
@@ -284,7 +288,7 @@ def write(part: str, result: Record) -> None:
     if any(record.get(key) != value for key, value in here.items()):
         record = {}
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    RECORD.write_text(json.dumps({**record, **here, "date": date, part: result}, indent=2) + "\n")
+    save({**record, **here, "date": date, part: result})
     if os.environ.get("OUT"):
         shutil.copy(RECORD, os.environ["OUT"])
 

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, TypeVar
 
+from rawattn.cli import INTERRUPTED
+
 Result = TypeVar("Result")
-INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl+C ended, as shells say it
 
 
 def each(

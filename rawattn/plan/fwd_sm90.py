@@ -52,9 +52,9 @@ D96 = _prototype(96, 96, 128, overlap=True)
 D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 680, 128 x 128 709; more keys spill
 # Without the first row's exponentials beside P V: full 16k 3377 instead of 3218.
 D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
-# Full 1k 250, LONG 253; 4k 938 and 923.
 # Not shorter: consumers wait for the next tile with their turn, 1k 135.6 instead of 133.1.
 D128_LONG = replace(D128, late_draw=True)
+# Full 1k 250, LONG 253; 4k 938 and 923.
 D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
