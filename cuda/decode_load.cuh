@@ -44,10 +44,15 @@ struct Loader {
     length = ptx::opaque(__ldg((p.block_table != nullptr ? p.seqused_k : p.kv_indptr) + batch));
   }
 
-  // Whether the first unit is copied before the length is known. Where the table holds no page, a
-  // tensor copy writes zeros; a bulk copy would read anywhere.
+  // Whether copies are by tensor maps, not by address: in clusters always. Where the table holds no
+  // page, a tensor copy writes zeros; a bulk copy would read anywhere.
+  static __device__ __forceinline__ bool uses_maps(const DecodeSplitParams& p) {
+    return C::cluster > 1 || !C::xmajor || p.page > 16;
+  }
+
+  // Whether the first unit is copied before the length is known.
   static __device__ __forceinline__ bool copies_ahead(const DecodeSplitParams& p) {
-    return C::cluster > 1 && p.block_table != nullptr && (!C::xmajor || p.page > 16);
+    return C::cluster > 1 && p.block_table != nullptr;
   }
 
   // Then: starts its copies, to the first stage, as soon as its pages are there.
@@ -71,12 +76,12 @@ struct Loader {
     more = any_part;
     unit = walk.first + turn;
     copied = 0;
-    const bool ahead = C::cluster > 1 && p.block_table != nullptr;
+    const bool ahead = copies_ahead(p);
     const int page = now.page;
     now = read_run(p, at, turn, turns, ahead);
     if (ahead) now.page = page;
     next = Run{};
-    if (copies_ahead(p) && now.unit < now.last) advance(p, at, turn, turns);
+    if (ahead && now.unit < now.last) advance(p, at, turn, turns);
   }
 
   // Starts the copies of this warp's next unit into `stage`, which nobody reads any more.
@@ -172,7 +177,7 @@ struct Loader {
     if constexpr (!C::xmajor) {
       ptx::tma_load_hint_5d(to_keys, &p.k_map, bar, 0, in_page, 0, now.kv_head, now.page, policy);
       ptx::tma_load_hint_5d(to_values, &p.v_map, bar, 0, in_page, 0, now.kv_head, now.page, policy);
-    } else if (p.page > 16) {
+    } else if (uses_maps(p)) {
       ptx::tma_load_hint_5d(to_keys, &p.k_map, bar, in_page * Tile::kTokens, 0, now.kv_head,
                             now.page, 0, policy);
       ptx::tma_load_hint_4d(to_values, &p.v_map, bar, in_page, 0, now.kv_head, now.page, policy);

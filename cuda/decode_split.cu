@@ -310,7 +310,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       if (C::cluster > 1 && threadIdx.x == 0) {
         ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
       }
-      if (!C::xmajor || p.page > 16) {
+      if (loader.uses_maps(p)) {
         ptx::prefetch_tensormap(&p.k_map);
         ptx::prefetch_tensormap(&p.v_map);
       }

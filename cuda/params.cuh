@@ -214,7 +214,8 @@ struct DecodeSplitParams : PagedParams {
   // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens
   // of a head (decode_sm90: and of one part), swizzled. x-major where a page has more than 16
   // tokens: keys (x of each token, D / x, head, block, 1), values (token, D, head, block), boxes
-  // likewise, not swizzled.
+  // likewise, not swizzled; clusters where it has 16: values (token of x dimensions, D / x, head,
+  // block).
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
 };
