@@ -351,7 +351,9 @@ def _table(
             raise ValueError(f"{names.cache_batch_idx}: with {names.block_table} accepted is None")
         else:
             blocks = specs.block_table.shape[1]
-    max_k = bound("max_seqlen_k", options.max_seqlen_k, blocks * cache.page)
+    # Kernels read ahead where a sequence may have keys.
+    most = blocks * cache.page if cache.blocks else 0
+    max_k = bound("max_seqlen_k", options.max_seqlen_k, most)
     # Where there is room for more than a sequence may have, a caller who asks for it is refused.
     return table, max_k if options.max_seqlen_k is not None else min(max_k, MAX_LENGTH)
 
