@@ -81,9 +81,7 @@ CASES = {
     "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
     "drafts, turned scores": Case(k_lens=RAGGED, q_lens=(3,) * 8, times=-1.0, page=16),
     "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
-    # bulk copies
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
-    # tensor copies
     "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
     "x-major cluster": Case(k_lens=(300,), kv_heads=1, group=8, sms=132, layout=X_MAJOR),
     "x-major cluster, entries below 0": Case(

@@ -124,13 +124,13 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize(("page", "batch", "maps"), [(16, 1, 2), (16, 32, 0), (32, 32, 2)])
-def test_x_major_copies(page: int, batch: int, maps: int, cache_dtype: str) -> None:
+@pytest.mark.parametrize(("page", "batch"), [(16, 1), (16, 32), (32, 32)])
+def test_x_major_copies(page: int, batch: int, cache_dtype: str) -> None:
     problem = _with(
         layout=CacheLayout.X_MAJOR, page=page, batch=batch, max_k=1024, cache_dtype=cache_dtype
     )
     (launch,) = decode.launches(problem, H200)
-    assert len(launch.maps) == maps
+    assert len(launch.maps) == 2
     item = 2 if cache_dtype == "bfloat16" else 1
     for wanted in launch.maps:
         assert math.prod(wanted.box) == 16 * 128, "what a stage has room for"

@@ -12,13 +12,11 @@ from rawattn.registry import DecodeSplit
 
 
 def maps(p: PagedProblem, config: DecodeSplit | DecodeSm90) -> tuple[TensorMap, ...]:
-    """Keys and values, as DecodeSplitParams says; none where copies are by address."""
+    """Keys and values, as DecodeSplitParams says."""
     x = 16 // ITEMSIZES[p.cache_dtype]
     axes: tuple[tuple[int | Part, ...], tuple[int | Part, ...]]
     boxes: tuple[tuple[int, ...], tuple[int, ...]]
     if p.layout is CacheLayout.X_MAJOR:
-        if p.page == BOX and config.cluster == 1:
-            return ()  # a page of a head is contiguous
         # Dimensions of values in a row of the box: all that lie side by side, up to 256 bytes.
         dims = x if p.page == BOX else 1
         values = Part(3, 1, p.page * dims), Part(2, dims), 1, 0
