@@ -44,10 +44,10 @@ struct Loader {
     length = ptx::opaque(__ldg((p.block_table != nullptr ? p.seqused_k : p.kv_indptr) + batch));
   }
 
-  // Whether the first unit is copied before the length is known. Where the table holds no page, a
-  // tensor copy writes zeros; a bulk copy would read anywhere.
+  // Whether the first unit is copied before the length is known: zeros where the table holds no
+  // page.
   static __device__ __forceinline__ bool copies_ahead(const DecodeSplitParams& p) {
-    return C::cluster > 1 && p.block_table != nullptr && (!C::xmajor || p.page > 16);
+    return C::cluster > 1 && p.block_table != nullptr;
   }
 
   // Then: starts its copies, to the first stage, as soon as its pages are there.
@@ -71,12 +71,12 @@ struct Loader {
     more = any_part;
     unit = walk.first + turn;
     copied = 0;
-    const bool ahead = C::cluster > 1 && p.block_table != nullptr;
+    const bool ahead = copies_ahead(p);
     const int page = now.page;
     now = read_run(p, at, turn, turns, ahead);
     if (ahead) now.page = page;
     next = Run{};
-    if (copies_ahead(p) && now.unit < now.last) advance(p, at, turn, turns);
+    if (ahead && now.unit < now.last) advance(p, at, turn, turns);
   }
 
   // Starts the copies of this warp's next unit into `stage`, which nobody reads any more.
@@ -172,18 +172,10 @@ struct Loader {
     if constexpr (!C::xmajor) {
       ptx::tma_load_hint_5d(to_keys, &p.k_map, bar, 0, in_page, 0, now.kv_head, now.page, policy);
       ptx::tma_load_hint_5d(to_values, &p.v_map, bar, 0, in_page, 0, now.kv_head, now.page, policy);
-    } else if (p.page > 16) {
+    } else {
       ptx::tma_load_hint_5d(to_keys, &p.k_map, bar, in_page * Tile::kTokens, 0, now.kv_head,
                             now.page, 0, policy);
       ptx::tma_load_hint_4d(to_values, &p.v_map, bar, in_page, 0, now.kv_head, now.page, policy);
-    } else {  // a page is a box: contiguous, 3 % faster
-      const auto* k = static_cast<const typename C::Cache*>(p.k_cache);
-      const auto* v = static_cast<const typename C::Cache*>(p.v_cache);
-      ptx::bulk_load_hint(to_keys, k + now.page * p.stride_k_block + now.kv_head * p.stride_k_head,
-                          Tile::kBox, bar, policy);
-      ptx::bulk_load_hint(to_values,
-                          v + now.page * p.stride_v_block + now.kv_head * p.stride_v_head,
-                          Tile::kBox, bar, policy);
     }
   }
 

@@ -310,10 +310,8 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
       if (C::cluster > 1 && threadIdx.x == 0) {
         ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
       }
-      if (!C::xmajor || p.page > 16) {
-        ptx::prefetch_tensormap(&p.k_map);
-        ptx::prefetch_tensormap(&p.v_map);
-      }
+      ptx::prefetch_tensormap(&p.k_map);
+      ptx::prefetch_tensormap(&p.v_map);
       for (int i = 0; i < C::stages; ++i) {
         ptx::mbarrier_init(ptx::shared_address(&smem.full[warp_idx][i]), 1);
       }

@@ -212,9 +212,9 @@ struct DecodeSplitParams : PagedParams {
   float4* workspace;
   int column_slots;  // fixed split: slots of a column
   // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens
-  // of a head (decode_sm90: and of one part), swizzled. x-major where a page has more than 16
-  // tokens: keys (x of each token, D / x, head, block, 1), values (token, D, head, block), boxes
-  // likewise, not swizzled.
+  // of a head (decode_sm90: and of one part), swizzled. x-major: keys (x of each token, D / x,
+  // head, block, 1), values (token, D, head, block), or, where a page has 16 tokens, (token of x
+  // dimensions, D / x, head, block), boxes likewise, not swizzled.
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
 };

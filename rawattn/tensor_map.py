@@ -102,12 +102,12 @@ def describe(wanted: TensorMap, spec: Spec) -> Described:
             raise ValueError(f"{wanted.field}: axis {axis} of {spec} is no multiple of {step}")
         sizes.append(size or shape[axis] // step)
         strides.append(step * byte_strides[axis])
+    if 0 in shape:
+        sizes = [1] * len(sizes)
     if sizes[0] > 1 and strides[0] != DTYPES[spec.dtype].itemsize:
         raise ValueError(
             f"{wanted.field}: the first dimension of {spec} is not its contiguous axis"
         )
-    if 0 in shape:
-        sizes = [1] * len(sizes)
     # What stands where an axis has one element is no promise; 16 is always legal.
     outer = [s if n > 1 else 16 for s, n in zip(strides[1:], sizes[1:], strict=True)]
     box = wanted.box

@@ -47,6 +47,7 @@ class Case:
     q_lens: tuple[int, ...] = ()  # all 1
     packed: bool = False
     csr: bool = False
+    tail: int = NOWHERE[1]  # what block_table holds past the last page of a sequence
     mask: Mask = field(default_factory=lambda: Mask(right=0))
     softcap: float = 0.0
     alibi: bool = False
@@ -147,7 +148,7 @@ class Call:
                 "kv_last_page_len": last,
             }
         else:
-            table = np.full((p.batch, case.max_blocks), NOWHERE[1], np.int32)
+            table = np.full((p.batch, case.max_blocks), case.tail, np.int32)
             for b, pages in enumerate(of_sequence):
                 table[b, : len(pages)] = pages
             self.table = {"block_table": table, "seqused_k": lengths}

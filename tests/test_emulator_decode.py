@@ -81,10 +81,23 @@ CASES = {
     "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
     "drafts, turned scores": Case(k_lens=RAGGED, q_lens=(3,) * 8, times=-1.0, page=16),
     "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
-    # bulk copies
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
     "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
     "x-major cluster": Case(k_lens=(300,), kv_heads=1, group=8, sms=132, layout=X_MAJOR),
+    "x-major cluster, entries below 0": Case(
+        k_lens=(0, 1, 300), kv_heads=1, sms=132, layout=X_MAJOR, tail=-1
+    ),
+    "x-major cluster of 2, CSR": Case(
+        k_lens=(2600, 0, 70), kv_heads=1, sms=6, layout=X_MAJOR, csr=True
+    ),
+    "e4m3, x-major cluster, lowest entries": Case(
+        k_lens=(1, 0, 300),
+        kv_heads=1,
+        sms=132,
+        layout=X_MAJOR,
+        cache_dtype="float8_e4m3fn",
+        tail=-(2**31),
+    ),
     "x-major cluster, pages of 32": Case(
         k_lens=(300, 3), kv_heads=1, sms=132, layout=X_MAJOR, page=32
     ),
@@ -231,6 +244,9 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
         "cluster of 2": 2,
         "e4m3 cluster": 8,
         "x-major cluster": 8,
+        "x-major cluster, entries below 0": 8,
+        "x-major cluster of 2, CSR": 2,
+        "e4m3, x-major cluster, lowest entries": 8,
         "x-major cluster, pages of 32": 8,
         "draft cluster": 8,
     }

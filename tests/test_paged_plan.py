@@ -74,6 +74,19 @@ def test_no_tokens_are_stored_by_an_empty_call() -> None:
     assert out.shape == q.shape and ran == []
 
 
+def test_a_cache_without_blocks_has_no_keys() -> None:
+    q, cache = np.ones((1, 1, 4, 128), np.float16), np.zeros((0, 16, 2, 128), np.float16)
+    with emulated() as ran:  # nothing is read, whatever the table holds
+        out = rawattn.flash_attn_with_kvcache(
+            q,
+            cache,
+            cache.copy(),
+            cache_seqlens=np.zeros(1, np.int32),
+            block_table=np.zeros((1, 4), np.int32),
+        )
+    assert len(ran) == 1 and not out.any()
+
+
 def test_the_environment_names_a_backend_of_the_list(backend: Any) -> None:
     q, cache = np.zeros((1, 1, 4, 64), np.float32), np.zeros((1, 8, 2, 64), np.float32)
     for name, refused in (("fwd_sm80", False), ("reference", False), ("decode_split", True)):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -120,6 +121,21 @@ def test_config(problem: PagedProblem, chosen: dict[str, object]) -> None:
     (launch,) = decode.launches(problem, H200)
     assert {name: getattr(launch.config, name) for name in chosen} == chosen
     assert (len(launch.maps) == 2) == getattr(launch.config, "tma", True)
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("page", "batch"), [(16, 1), (16, 32), (32, 32)])
+def test_x_major_copies(page: int, batch: int, cache_dtype: str) -> None:
+    problem = _with(
+        layout=CacheLayout.X_MAJOR, page=page, batch=batch, max_k=1024, cache_dtype=cache_dtype
+    )
+    (launch,) = decode.launches(problem, H200)
+    assert len(launch.maps) == 2
+    item = 2 if cache_dtype == "bfloat16" else 1
+    for wanted in launch.maps:
+        assert math.prod(wanted.box) == 16 * 128, "what a stage has room for"
+        whole = page == 16 or wanted.field == "k_map"
+        assert wanted.box[0] * item == (256 if whole else 16 * item), wanted
 
 
 @pytest.mark.parametrize(

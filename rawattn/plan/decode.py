@@ -10,7 +10,8 @@ from rawattn.decode_configs import DecodeSm90
 from rawattn.device import SMEM_KB, Device
 from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan import decode_sm90, paged_v2
-from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, Part, TensorMap, refuses_device
+from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, refuses_device
+from rawattn.plan.decode_maps import maps
 from rawattn.plan.decode_sm90 import BOX
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import DecodeSplit
@@ -333,7 +334,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
                 ("column_slots", column_slots),
                 *(pair for name, divisor in divisors.items() for pair in _magic(name, divisor)),
             ),
-            maps=_maps(p, config) if isinstance(config, DecodeSm90) or config.tma else (),
+            maps=maps(p, config) if isinstance(config, DecodeSm90) or config.tma else (),
             cluster=config.cluster,
             counters=slots * config.counters,
             workspace_bytes=slots * config.slot_bytes,
@@ -361,37 +362,3 @@ def _columns(lines: int, blocks: int) -> int:
         return columns * (blocks // columns) * (LOCKSTEP if columns == lines else 1)
 
     return max(divisors, key=lambda c: (worth(c), c))
-
-
-def _maps(p: PagedProblem, config: DecodeSplit | DecodeSm90) -> tuple[TensorMap, ...]:
-    """Keys and values, as DecodeSplitParams says."""
-    x = 16 // ITEMSIZES[p.cache_dtype]
-    axes: tuple[tuple[int | Part, ...], tuple[int | Part, ...]]
-    boxes: tuple[tuple[int, ...], tuple[int, ...]]
-    if p.layout is CacheLayout.X_MAJOR:
-        if p.page == BOX:
-            return ()  # a page is contiguous: bulk copies
-        axes = ((Part(4, 1, p.page * x), 2, 1, 0, Part(3, p.page, 1)), (3, 2, 1, 0))
-        boxes = (BOX * x, config.head_dim // x, 1, 1, 1), (BOX, config.head_dim, 1, 1)
-        swizzle = 0
-    else:
-        part = 8 * x
-        token, head = (1, 2) if p.layout is CacheLayout.NHD else (2, 1)
-        parts = Part(3, 1, part), token, Part(3, part), head, 0
-        axes = parts, parts
-        # wgmma wants the keys of a unit side by side, part by part.
-        together = 1 if isinstance(config, DecodeSm90) else config.head_dim // part
-        boxes = ((part, BOX, together, config.heads, 1),) * 2
-        swizzle = 128
-    # An L2 promotion of 256 took 4 % longer (H200, 2026-11-30).
-    return tuple(
-        TensorMap(
-            field=f"{name}_map",
-            array=f"{name}_cache",
-            box=boxes[i],
-            axes=axes[i],
-            swizzle=swizzle,
-            l2=128,
-        )
-        for i, name in enumerate("kv")
-    )
