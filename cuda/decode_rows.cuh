@@ -57,15 +57,17 @@ struct RowBlock {
     return to_log2(__ldg(p.alibi_slopes + batch * p.stride_alibi_batch + q_head(p, row, query)));
   }
 
-  // Whether a row sees a key of the sequence.
-  __device__ __forceinline__ bool sees(const DecodeSplitParams& p, int row, int query,
-                                       int key) const {
-    const int after = key - query - shift;
-    if (p.window_left >= 0 && after < -p.window_left) return false;
-    if (p.tree_mask == nullptr) return p.window_right < 0 || after <= p.window_right;
-    if (key < shift) return true;
-    if (!exists(row)) return false;  // no row of the mask
-    return tree_row(p, query)[key - shift] != 0;
+  // A row sees keys from `from` up to `to`, but those that a tree hides.
+  __device__ __forceinline__ void seen(const DecodeSplitParams& p, int query, int& from,
+                                       int& to) const {
+    from = 0;
+    to = k_len;
+    if constexpr (C::features) {
+      if (p.window_left >= 0) from = query + shift - p.window_left;
+      if (p.tree_mask == nullptr && p.window_right >= 0) {
+        to = min(k_len, query + shift + p.window_right + 1);
+      }
+    }
   }
 
   // The mask of a query: which keys from `shift` on it sees.

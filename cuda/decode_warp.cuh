@@ -9,6 +9,7 @@
 // are widened to halves in registers; dimensions are permuted so that no byte has to move.
 #pragma once
 
+#include "decode_mask.cuh"
 #include "decode_rows.cuh"
 #include "softmax.cuh"
 
@@ -16,6 +17,7 @@ template <class C>
 struct DecodeWarp {
   using Element = typename C::Element;
   using Tile = KvTile<C>;
+  using Scores = DecodeScores<C>;
   static constexpr int kTiles = C::row_tiles;
   static constexpr int kBlocks = C::unit / 16;
   static constexpr int kSteps = C::head_dim / 16;
@@ -82,7 +84,7 @@ struct DecodeWarp {
     } else {
       scale_scores(s);
     }
-    if (first_key < seen_from || first_key + C::unit > seen_to) mask(p, rows, s, first_key);
+    if (first_key < seen_from || first_key + C::unit > seen_to) Scores::mask(p, rows, s, first_key);
     raise_max(s);
     unsigned pt[kActive][kBlocks][2];
     exponentiate(s, pt);
@@ -166,45 +168,16 @@ struct DecodeWarp {
     if (p.alibi_slopes != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2 * kActive; ++i) {
-        const int nt = i / 2, row = row_of(nt, i % 2), of_query = rows.query(p, row);
+        const int nt = i / 2, row = Scores::row_of(nt, i % 2), of_query = rows.query(p, row);
         if (!rows.exists(row)) continue;
         const float slope = rows.slope(p, row, of_query);
 #pragma unroll
         for (int j = 0; j < 2 * kBlocks; ++j) {
           const int e = 2 * (j % 2) + i % 2;
-          const int distance = of_query + rows.shift - key_of(first_key, j / 2, e);
+          const int distance = of_query + rows.shift - Scores::key_of(first_key, j / 2, e);
           float& x = s[nt][j / 2][e];
           x = fmaf(-slope, fabsf(static_cast<float>(distance)), x);
         }
-      }
-    }
-  }
-
-  // The row of the block that scores of an even or odd place have.
-  static __device__ __forceinline__ int row_of(int tile, int e) {
-    return 8 * tile + 2 * (lane() % 4) + e % 2;
-  }
-
-  // The key of score e of a block.
-  static __device__ __forceinline__ int key_of(int first_key, int block, int e) {
-    return first_key + 16 * block + Tile::token_of(lane() / 4 + e / 2 * 8);
-  }
-
-  // Keys that a row does not see become -inf, whatever they held.
-  template <int kActive>
-  __device__ __forceinline__ void mask(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                       float (&s)[kActive][kBlocks][4], int first_key) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kActive; ++i) {
-      const int nt = i / 2, row = row_of(nt, i % 2);
-      const int of_query = C::features ? rows.query(p, row) : 0;
-#pragma unroll
-      for (int j = 0; j < 2 * kBlocks; ++j) {
-        const int e = 2 * (j % 2) + i % 2;
-        const int key = key_of(first_key, j / 2, e);
-        bool seen = key < rows.k_len;
-        if constexpr (C::features) seen = seen && rows.sees(p, row, of_query, key);
-        if (!seen) s[nt][j / 2][e] = kEmptyMax;
       }
     }
   }
