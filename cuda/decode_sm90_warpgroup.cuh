@@ -5,6 +5,7 @@
 #pragma once
 
 #include "decode_rows.cuh"
+#include "scores.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"
 
@@ -116,24 +117,30 @@ struct DecodeSm90Warpgroup {
   // Scale, softcap, ALiBi.
   __device__ __forceinline__ void modify(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                          float (&s)[1][C::unit / 8][4], int first_key) const {
-    const float cap = p.softcap_log2;
-    const float scale_over_cap = cap > 0.f ? p.scale_log2 / cap : 0.f;
-    int diagonal[2];  // less the lane's first key
-    float slope[2];   // ALiBi
+    if (p.softcap_log2 > 0.f) {
+      const SoftCap capped(p.softcap_log2, p.scale_log2);
+#pragma unroll
+      for (int i = 0; i < C::unit / 2; ++i) s[0][i / 4][i % 4] = capped(s[0][i / 4][i % 4]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < C::unit / 2; ++i) {
+        s[0][i / 4][i % 4] = __fmul_rn(s[0][i / 4][i % 4], p.scale_log2);
+      }
+    }
+    if (p.alibi_slopes == nullptr) return;
+    float diagonal[2];  // less the lane's first key
+    float slope[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = rows.query(p, row(half));
-      const bool biased = p.alibi_slopes != nullptr && row(half) < rows.count;
-      slope[half] = biased ? rows.slope(p, row(half), query) : 0.f;
-      diagonal[half] = query + rows.shift - first_key - lane_key();
+      slope[half] = row(half) < rows.count ? rows.slope(p, row(half), query) : 0.f;
+      diagonal[half] = static_cast<float>(query + rows.shift - first_key - lane_key());
     }
 #pragma unroll
     for (int i = 0; i < C::unit / 2; ++i) {
-      float& x = s[0][i / 4][i % 4];
       const int half = i % 4 / 2;
-      const int distance = diagonal[half] - key_of(i);
-      x = cap > 0.f ? __fmul_rn(cap, tanhf(x * scale_over_cap)) : __fmul_rn(x, p.scale_log2);
-      x = fmaf(-slope[half], fabsf(static_cast<float>(distance)), x);
+      const float distance = fabsf(diagonal[half] - static_cast<float>(key_of(i)));
+      s[0][i / 4][i % 4] = fmaf(-slope[half], distance, s[0][i / 4][i % 4]);
     }
   }
 

@@ -11,6 +11,7 @@
 
 #include "decode_mask.cuh"
 #include "decode_rows.cuh"
+#include "scores.cuh"
 #include "softmax.cuh"
 
 template <class C>
@@ -158,11 +159,11 @@ struct DecodeWarp {
                                          float (&s)[kActive][kBlocks][4], int first_key) const {
     scale_scores(s);
     if (p.softcap_log2 > 0.f) {
-      const float inverse = 1.f / p.softcap_log2;
+      const SoftCap capped(p.softcap_log2, 1.f);
 #pragma unroll
       for (int i = 0; i < 4 * kActive * kBlocks; ++i) {
         float& x = s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
-        x = p.softcap_log2 * tanhf(x * inverse);
+        x = capped(x);
       }
     }
     if (p.alibi_slopes != nullptr) {

@@ -250,7 +250,7 @@ struct FwdSm90Consumer {
   __device__ __forceinline__ void start(const FwdSm90Tile& next) {
     t = next;
     t.last -= unseen;
-    const TileRange visible(KeyInterval(p, {t.q_len, t.k_len}), row(), row() + 63, C::block_n);
+    const TileRange visible(group.seen(t), row(), row() + 63, C::block_n);
     full_first = visible.full_first;
     full_last = visible.full_last;
     slope_log2 = group.slope_log2(t);
@@ -274,9 +274,8 @@ struct FwdSm90Consumer {
   static constexpr bool kPasses = C::block_n % C::block_m != 0;
   __device__ __forceinline__ void pass_keys(const FwdSm90Tile& next) {
     if constexpr (kPasses) {
-      const KeyInterval keys(p, {next.q_len, next.k_len});
       const int first_row = next.row + 64 * index;
-      const int seen = TileRange(keys, first_row, first_row + 63, C::block_n).last;
+      const int seen = TileRange(group.seen(next), first_row, first_row + 63, C::block_n).last;
       unseen = min(next.last - max(next.first + 1, min(next.last, seen)), C::stages - 1);
       for (int i = 0; i < unseen; ++i) {
         wait(smem.k_ring.full[k.slot], k.parity);
@@ -333,15 +332,17 @@ struct FwdSm90Consumer {
     group.score(s, t, row(), n * C::block_n, masked, slope_log2);
   }
   // The key tiles but the last: masked ones at the end of the keys, those that all rows see, masked
-  // ones at the start. A mask that most steps jump over costs them 6 to 13 % (H200, 2026-11-30,
-  // head_dim 128): ptxas does not schedule across it.
+  // ones at the start of a window. A mask that most steps jump over costs them 6 to 13 % (H200,
+  // 2026-11-30, head_dim 128): ptxas does not schedule across it.
   __device__ __forceinline__ void steps() {
     int n = t.last - 2;
-    if constexpr (!C::scores) {  // score steps cost more than masks, and registers
+    if constexpr (!C::scores || !C::window) {  // both take longer than 3 s to compile
       for (; n >= max(full_last, t.first); --n) step<true>(n);
       for (; n >= max(full_first, t.first); --n) step<false>(n);
     }
-    for (; n >= t.first; --n) step<true>(n);
+    if constexpr (C::window) {
+      for (; n >= t.first; --n) step<true>(n);
+    }
   }
 
   // The products of key tile n beside those of the values of n + 1.

@@ -27,8 +27,8 @@ struct FwdSm90Self {
   const FwdSm90Params& p;
   Smem& smem;
   const FwdSm90Tile t;
-  const TileRange visible;
   Warpgroup group;
+  const TileRange visible;
   const float slope_log2;
   Ring<C::stages> k, v;
 
@@ -37,8 +37,8 @@ struct FwdSm90Self {
       : p(params),
         smem(shared),
         t(tile),
-        visible(KeyInterval(p, {t.q_len, t.k_len}), t.row, t.row + 63, C::block_n),
         group(params),
+        visible(group.seen(t), t.row, t.row + 63, C::block_n),
         slope_log2(group.slope_log2(t)) {}
 
   __device__ __forceinline__ void run() {
@@ -49,11 +49,13 @@ struct FwdSm90Self {
     open(s);
     if (C::overlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
     int n = t.last - 2;
-    if constexpr (!C::scores) {
+    if constexpr (!C::scores || !C::window) {
       for (; n >= max(visible.full_last, t.first); --n) step<true>(s, n);
       for (; n >= max(visible.full_first, t.first); --n) step<false>(s, n);
     }
-    for (; n >= t.first; --n) step<true>(s, n);
+    if constexpr (C::window) {
+      for (; n >= t.first; --n) step<true>(s, n);
+    }
     start_out();
     group.template finish_out<0>();
     close();

@@ -56,6 +56,13 @@ struct FwdSm90Warpgroup {
   // First row of this warp's 16, of the 64.
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % 4 * 16; }
 
+  // The keys that the rows of a tile see.
+  __device__ __forceinline__ KeyInterval seen(const FwdSm90Tile& t) const {
+    KeyInterval keys(p, {t.q_len, t.k_len});
+    if (!C::window) keys.left = -1;
+    return keys;
+  }
+
   // A tile without scores so far.
   __device__ __forceinline__ void clear() {
     softmax = OnlineSoftmax<1>();
@@ -126,10 +133,7 @@ struct FwdSm90Warpgroup {
     if constexpr (C::scores) {
       modify_scores(s, p, slope_log2, t.k_len - t.q_len, row + warp_row(), first_key, lane());
     }
-    if (masked) {
-      mask_scores<false>(s, KeyInterval(p, {t.q_len, t.k_len}), row + warp_row(), first_key,
-                         lane());
-    }
+    if (masked) mask_scores<false>(s, seen(t), row + warp_row(), first_key, lane());
     if constexpr (C::overlap) {
       softmax.raise_maxima(alpha, s, scale_log2());
       softmax.accumulate(alpha, s, 0, 0, scale_log2());

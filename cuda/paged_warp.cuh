@@ -8,6 +8,7 @@
 
 #include "paged_row.cuh"
 #include "piece.cuh"
+#include "scores.cuh"
 #include "softmax.cuh"
 
 constexpr int kTileKeys = 32;
@@ -128,8 +129,7 @@ struct PagedWarp {
   // The score of one key in units of the softmax: log2.
   __device__ __forceinline__ float score(int key, float k_scale, float slope_log2) const {
     const float scaled = product(key) * (p.scale_log2 * k_scale);
-    const float capped =
-        p.softcap_log2 > 0.f ? p.softcap_log2 * tanhf(scaled / p.softcap_log2) : scaled;
+    const float capped = p.softcap_log2 > 0.f ? SoftCap(p.softcap_log2, 1.f)(scaled) : scaled;
     return capped - slope_log2 * fabsf(static_cast<float>(row.diagonal - key));
   }
 

@@ -5,30 +5,76 @@
 #include "params.cuh"
 #include "types.cuh"
 
+// c tanh(s / c) to 1e-6 of itself, in log2 units. tanhf took longer than all else that is done for
+// a score, and has a branch.
+struct SoftCap {
+  static constexpr float kNear = 1.4f;
+  float cap;
+  float power;  // z = x power is 2 log2(e) s / c
+
+  // `unit`: s of x = 1, in log2 units.
+  __device__ __forceinline__ SoftCap(float cap_log2, float unit)
+      : cap(cap_log2), power(2.f * kLog2e * ptx::rcp_approx(cap_log2) * unit) {}
+
+  // Where |z| < kNear, |s| < 0.485 c: an odd polynomial, minimax to 4e-7.
+  static __device__ __forceinline__ float near_tanh(float z) {
+    const float z2 = z * z;
+    const float q = fmaf(fmaf(-2.6961487e-05f, z2, 0.00066027214f), z2, -0.013873561f);
+    return z * fmaf(q, z2, 0.34657344f);
+  }
+  __device__ __forceinline__ float near(float x) const {
+    return __fmul_rn(cap, near_tanh(x * power));
+  }
+
+  // Anywhere. Near 0, 1 - 2 / (1 + 2^|z|) would cancel.
+  __device__ __forceinline__ float operator()(float x) const {
+    const float z = x * power;
+    const float far = fmaf(-2.f, ptx::rcp_approx(1.f + ptx::ex2_approx(fabsf(z))), 1.f);
+    return __fmul_rn(cap, fabsf(z) < kNear ? near_tanh(z) : copysignf(far, z));
+  }
+};
+
 // Products s (rows of a warp) x (keys) in mma accumulator layout (mask.cuh) become scores in log2
-// units. `slope_log2` is the ALiBi slope, 0 where there is none; the diagonal of row i is key
-// i + k_minus_q.
+// units: softcap or scale, then ALiBi with the slope `slope_log2`; the diagonal of row i is key
+// i + k_minus_q. All is rounded as written: what ptxas fuses differs between the copies of a step,
+// and a score's bits must not depend on whether its key tile has a mask.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], const FwdParams& p,
                                               float slope_log2, int k_minus_q, int warp_row,
                                               int first_key, int lane) {
-  // Rounded as written: what ptxas fuses differs between the copies of this loop, and a score's
-  // bits must not depend on whether its key tile has a mask.
-  const auto each = [&](const auto& scaled) {
+  const auto each = [&](const auto& modified) {
 #pragma unroll
     for (int i = 0; i < 4 * kMTiles * kNTiles; ++i) {
-      const int mt = i / (4 * kNTiles), nt = i / 4 % kNTiles, e = i % 4;
-      const int row = warp_row + 16 * mt + 8 * (e / 2) + lane / 4;
-      const int key = first_key + 8 * nt + 2 * (lane % 4) + e % 2;
-      const float distance = fabsf(static_cast<float>(row + k_minus_q - key));
-      s[mt][nt][e] = fmaf(-slope_log2, distance, scaled(s[mt][nt][e]));
+      float& x = s[i / (4 * kNTiles)][i / 4 % kNTiles][i % 4];
+      x = modified(x, i);
     }
   };
-  // One branch, not one a score: that takes longer, also to compile.
+  // A branch for all scores, not one each: those take longer, also to compile.
+  float scale = p.scale_log2;
   if (p.softcap_log2 > 0.f) {
-    const float scale_over_cap = p.scale_log2 / p.softcap_log2;
-    each([&](float x) { return __fmul_rn(p.softcap_log2, tanhf(x * scale_over_cap)); });
-  } else {
-    each([&](float x) { return __fmul_rn(x, p.scale_log2); });
+    const SoftCap capped(p.softcap_log2, scale);
+    float top = 0.f;
+    each([&](float x, int) {
+      top = fmaxf(top, fabsf(x));
+      return x;
+    });
+    // Mostly no score of a warp comes near c: the same bits for half of the instructions.
+    if (__any_sync(0xffffffffu, top * fabsf(capped.power) >= SoftCap::kNear)) {
+      each([&](float x, int) { return capped(x); });
+    } else {
+      each([&](float x, int) { return capped.near(x); });
+    }
+    scale = 1.f;
+  }
+  if (p.alibi_slopes != nullptr) {
+    const int first = warp_row + lane / 4 + k_minus_q - (first_key + 2 * (lane % 4));
+    each([&](float x, int i) {
+      const int mt = i / (4 * kNTiles), nt = i / 4 % kNTiles, e = i % 4;
+      const float diagonal = static_cast<float>(first + 16 * mt + 8 * (e / 2));
+      const float distance = fabsf(diagonal - static_cast<float>(8 * nt + e % 2));
+      return fmaf(x, scale, -__fmul_rn(slope_log2, distance));
+    });
+  } else if (scale != 1.f) {
+    each([&](float x, int) { return __fmul_rn(x, scale); });
   }
 }

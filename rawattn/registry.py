@@ -102,6 +102,7 @@ class FwdSm90:
     pingpong: bool  # whether consumers take turns at issuing products
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     late_draw: bool  # whether the next query tile is drawn near the end of one, not at its start
+    window: bool  # whether rows may begin behind the first key
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int = 1
 
@@ -141,6 +142,7 @@ class FwdSm90Self:
     block_n: int  # keys a tile
     stages: int  # tiles of K, and of V, that shared memory holds
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
+    window: bool  # whether rows may begin behind the first key
     scores: bool  # whether softcap or ALiBi steps are compiled in
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 

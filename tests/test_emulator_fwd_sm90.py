@@ -35,9 +35,7 @@ def op_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op]:
 
     def make(tile: Tile, **scalars: int) -> Op:
         def plan(p: Problem, device: Device, backend: str | None) -> Plan:
-            scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
-            config = fwd_sm90.config_of(tile, "fp16", scores)
-            launch = fwd_sm90.launch(p, SMALL_H200, config)
+            launch = fwd_sm90.launch(p, SMALL_H200, fwd_sm90.config_of(p, tile))
             launch = replace(launch, scalars=tuple((dict(launch.scalars) | scalars).items()))
             return Plan(problem=p, device=device, backend="fwd_sm90", launches=(launch,))
 

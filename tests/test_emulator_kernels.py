@@ -5,6 +5,7 @@ out."""
 from __future__ import annotations
 
 import functools
+import math
 import re
 import time
 from dataclasses import replace
@@ -16,6 +17,8 @@ import pytest
 from rawattn import registry
 from rawattn.plan import configs
 from rawattn.testing import Case, Op, law_matches_reference, run, tensors
+from tools import emulator
+from tools.emulator import pack
 from tools.emulator.attention import attention, emulator_op
 
 pytestmark = pytest.mark.emulator
@@ -138,3 +141,32 @@ def test_time() -> None:
     start = time.process_time()
     run(op, tensors(case))
     assert time.process_time() - start < 2
+
+
+SOFT_CAP = """
+#include "scores.cuh"
+struct Params { const float* x; float* near; float* any; float cap_log2; float unit; int n; };
+
+extern "C" __global__ void soft_cap(const __grid_constant__ Params p) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const SoftCap capped(p.cap_log2, p.unit);
+  if (i < p.n) p.near[i] = capped.near(p.x[i]), p.any[i] = capped(p.x[i]);
+}
+"""
+
+
+@pytest.mark.parametrize("unit", [1.0, -0.125])
+@pytest.mark.parametrize("cap", [1e-18, 0.5, 50.0, 1e18])
+def test_softcap_is_exact_to_a_millionth(cap: float, unit: float) -> None:
+    """For scores of any size, on both sides of where its two forms meet, in the same bits."""
+    size = np.concatenate([np.geomspace(1e-12, 1e3, 3000), np.linspace(0.4, 0.6, 1000)])
+    x = (np.concatenate([size, -size]) * cap / unit).astype(np.float32)
+    near, found = np.zeros_like(x), np.zeros_like(x)
+    scores = x.astype(np.float64) * unit
+    log2e = math.log2(math.e)
+    params = pack(x, near, found, cap * log2e, unit * log2e, x.size)
+    emulator.run(SOFT_CAP, "soft_cap", params, -(-x.size // 256), 256, 0, [x, near, found], 1)
+    want = cap * np.tanh(scores / cap) * log2e
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    below = np.abs(scores) < 0.48 * cap
+    np.testing.assert_array_equal(near[below], found[below])

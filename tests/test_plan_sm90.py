@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_every_config_is_reached() -> None:
     for dtype in ("float16", "bfloat16"):
         for d, dv in ((64, 64), (72, 96), (128, 128), (192, 128), (160, 160), (256, 200)):
             for length in (512, 1024, 2048, 4096, 8192, 16384):
-                for mask in (Mask(), CAUSAL):
+                for mask in (Mask(), CAUSAL, Mask(left=100), replace(CAUSAL, left=100)):
                     for softcap in (False, True):
                         launch = launch_of(
                             replace(
@@ -174,11 +175,12 @@ def test_tiles_do_not_depend_on_how_wide_a_window_is(head_dim: int, length: int)
         PROBLEM, head_dim=head_dim, value_dim=head_dim, max_q=length, max_k=length, q_heads=4
     )
 
-    def config(causal: bool, window: tuple[int, int]) -> object:
+    def config(causal: bool, window: tuple[int, int]) -> Any:
         return launch_of(replace(problem, mask=Mask.of(causal, window))).config
 
-    assert config(False, (length // 2, length // 2)) == config(False, (-1, -1))
-    assert config(False, (length // 2, 0)) == config(True, (-1, -1))
+    for causal, right in ((False, length // 2), (True, 0)):
+        narrow, none = config(False, (length // 2, right)), config(causal, (-1, -1))
+        assert narrow.window and narrow == replace(none, window=True)
 
 
 # ---- golden plans: who changes one shows rows of the bench from before and after -----------------

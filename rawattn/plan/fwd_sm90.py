@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from rawattn.device import Device
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
@@ -13,6 +14,7 @@ from rawattn.problem import MAX_LENGTH, Problem, Rows
 from rawattn.registry import FwdSm90, FwdSm90Self
 
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
+Tile = TypeVar("Tile", bound=FwdSm90 | FwdSm90Self)
 MAX_TILES = 2**30  # query tiles: kernels count beyond the last
 
 
@@ -41,6 +43,7 @@ def _prototype(
         pingpong=pingpong,
         overlap=overlap,
         late_draw=late_draw,
+        window=False,
         scores=False,
     )
 
@@ -69,6 +72,7 @@ SELF = FwdSm90Self(
     block_n=128,
     stages=2,
     overlap=True,
+    window=False,
     scores=False,
     blocks_per_sm=3,
 )
@@ -82,8 +86,6 @@ SWEEP_BYTES = 16 << 20
 # tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
 # 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
 WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
-# Keys a tile, at most, where score steps, which take registers, are compiled in; by consumers.
-SCORES_BLOCK_N = {2: 128, 3: 96}
 
 
 def _ragged(p: Problem) -> bool:
@@ -92,8 +94,12 @@ def _ragged(p: Problem) -> bool:
 
 def _full(p: Problem) -> bool:
     """Whether every row sees every key: a window that is wide enough gets the same bits as none."""
-    widest = max(p.max_q, p.max_k) - 1
-    return all(side < 0 or side >= widest for side in (p.mask.left, p.mask.right))
+    return not any(_hides(p, side) for side in (p.mask.left, p.mask.right))
+
+
+def _hides(p: Problem, side: int) -> bool:
+    """Whether a side of a window hides any key."""
+    return 0 <= side < max(p.max_q, p.max_k) - 1
 
 
 def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
@@ -146,26 +152,28 @@ def _last_sweep(p: Problem, head_group: int) -> int:
     return max(0, p.batch - wide) // narrow * narrow
 
 
-def config_of(tile: FwdSm90 | FwdSm90Self, element: str, scores: bool) -> FwdSm90 | FwdSm90Self:
-    """A prototype for a storage type, with or without score steps."""
-    config = replace(tile, element=element, scores=scores)
-    if scores and isinstance(config, FwdSm90):
-        block_n = min(config.block_n, SCORES_BLOCK_N[config.consumers])
-        return replace(config, block_n=block_n, q_registers=False)
-    # of blocks that share an SM, which has no registers left for both
-    return replace(config, overlap=False) if scores else config
+def config_of(p: Problem, tile: Tile) -> Tile:
+    """A prototype with the storage type, window and score steps of a problem."""
+    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
+    return replace(tile, element=ELEMENTS[p.dtype], window=_hides(p, p.mask.left), scores=scores)
+
+
+def _forms(tile: Tile) -> Iterator[Tile]:
+    """All that `config_of` makes of a prototype."""
+    for element, window, scores in itertools.product(ELEMENTS.values(), *((False, True),) * 2):
+        yield replace(tile, element=element, window=window, scores=scores)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
-    forms = itertools.product(TILES, ELEMENTS.values(), (False, True))
-    yield from dict.fromkeys(itertools.starmap(config_of, forms))  # type: ignore[misc]
+    for tile in TILES:
+        yield from _forms(tile)
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
     """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
-    for form in itertools.product((SELF, SELF_SHORT), ELEMENTS.values(), (False, True)):
-        yield config_of(*form)  # type: ignore[misc]
+    for tile in (SELF, SELF_SHORT):
+        yield from _forms(tile)
 
 
 def refuses(p: Problem, device: Device) -> str | None:
@@ -197,8 +205,7 @@ def launches(p: Problem, device: Device) -> tuple[Launch, ...]:
     """One launch, of the kernel and Config for the problem."""
     tile = _tile(p)
     assert tile is not None
-    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
-    return (launch(p, device, config_of(tile, ELEMENTS[p.dtype], scores)),)
+    return (launch(p, device, config_of(p, tile)),)
 
 
 def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
