@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.cases import Case, Suite, Tensors
+from bench.check import check_steps, steps
 from bench.measure import Candidate
 from rawattn import forward
 from rawattn.arrays import DTYPES, view
@@ -21,8 +22,11 @@ from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.launch import Template
 from rawattn.plan import Launch, Plan
 from rawattn.prepared import prepare
-from rawattn.problem import Problem, Rows
+from rawattn.problem import Problem, Rows, Scores
 from rawattn.request import Arrays
+
+# Steps between q.k and the softmax, fields of Scores, that a peer computes; the others, none.
+STEPS = {"fa3": frozenset({"softcap"})}
 
 
 def launch_text(launch: Launch) -> str:
@@ -41,9 +45,9 @@ def call_arrays(tensors: Tensors) -> Arrays:
     """What a call takes, dense or packed."""
     t = tensors
     if t.starts is None:
-        return Arrays(t.q, t.k, t.v, t.out, t.lse)
+        return Arrays(t.q, t.k, t.v, t.out, t.lse, alibi_slopes=t.slopes)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (t.q, t.k, t.v, t.out)]
-    return Arrays(*rows, t.lse.reshape(t.lse.shape[1], -1), *t.starts)
+    return Arrays(*rows, t.lse.reshape(t.lse.shape[1], -1), *t.starts, alibi_slopes=t.slopes)
 
 
 def prepared_candidate(backend: str, case: Case, tensors: Tensors) -> Candidate:
@@ -53,6 +57,8 @@ def prepared_candidate(backend: str, case: Case, tensors: Tensors) -> Candidate:
         "softmax_scale": tensors.scale,
         "causal": ("top_left" if mask.top_left else True) if mask.causal else False,
         "window_size": (mask.left, mask.right),
+        "softcap": tensors.softcap,
+        "alibi_slopes": tensors.slopes,
         "return_lse": True,
         "out": arrays.out,
         "lse": arrays.lse,
@@ -75,7 +81,7 @@ def prepared_candidate(backend: str, case: Case, tensors: Tensors) -> Candidate:
 
 def twins(p: Problem) -> dict[str, Problem]:
     """The same work in another form, which a case is measured beside: packed rows as dense ones,
-    fp16 as bf16, grouped queries with as many KV heads.
+    fp16 as bf16, grouped queries with as many KV heads, scores without softcap or ALiBi.
     """
     found = {}
     if p.q_rows is Rows.PACKED:
@@ -84,6 +90,8 @@ def twins(p: Problem) -> dict[str, Problem]:
         found["bf16"] = replace(p, dtype="bfloat16")
     if p.group > 1:
         found["mha"] = replace(p, kv_heads=p.q_heads)
+    if p.scores != Scores():
+        found["plain"] = replace(p, scores=Scores())
     return found
 
 
@@ -93,7 +101,7 @@ def twin_candidates(suite: Suite, case: Case, tensors: Tensors) -> list[Candidat
     for label, problem in twins(case.problem).items():
         twin, t = replace(case, problem=problem), _twin_tensors(problem, case.problem, tensors)
         expected = None
-        if problem.dtype != case.problem.dtype:
+        if (problem.dtype, problem.scores) != (case.problem.dtype, case.problem.scores):
             numpy = isinstance(t.q, np.ndarray)
             expected = t.expected(problem, np if numpy else importlib.import_module("cupy"))
         names = [name for name in case.twin_peers if name in suite.peers]
@@ -113,16 +121,19 @@ def _twin_tensors(twin: Problem, p: Problem, tensors: Tensors) -> Tensors:
     if twin.dtype != p.dtype:
         q, k, v, out = (x.astype(DTYPES[twin.dtype]) for x in (t.q, t.k, t.v, t.out))
         return replace(t, q=q, k=k, v=v, out=out)
+    if twin.scores != p.scores:
+        return replace(t, softcap=0.0, slopes=None)
     k, v = (x.repeat(p.group, axis=2) for x in (t.k, t.v))
     return replace(t, k=k, v=v)
 
 
 def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:
-    """Any plan for the problem of the tensors."""
+    """Any plan for the problem of the tensors. ValueError where they have not its score steps."""
+    check_steps(plan.problem.scores, tensors.scale, tensors.softcap, tensors.slopes)
     arrays = call_arrays(tensors)._asdict().items()
     views = Arrays(*(None if x is None else view(name, x) for name, x in arrays))
     specs = Arrays(*(x and x.spec for x in views))
-    scalars = forward.kernel_scalars(specs, plan.problem, tensors.scale, 0.0)
+    scalars = forward.kernel_scalars(specs, plan.problem, tensors.scale, tensors.softcap)
     template = Template(plan, specs.q.device, scalars, specs._asdict())
     packed = template.pack(forward.addresses(views))
 
@@ -136,7 +147,9 @@ def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:
 def peer_candidates(
     names: Sequence[str], case: Case, tensors: Any, home: str = "bench.peers"
 ) -> list[Candidate]:
-    """The peers in a module that can do a case; the others are printed."""
+    """The peers in a module that can do a case; the others are printed. None is asked for steps of
+    scores that it does not compute: it would leave them out without a word.
+    """
     try:
         peers = importlib.import_module(home)
     except ImportError as error:
@@ -144,6 +157,9 @@ def peer_candidates(
         return []
     found = []
     for name in names:
+        if missing := steps(case.problem) - STEPS.get(name, frozenset()):
+            print(f"gap: {name} cannot do {case.id}: no {', '.join(sorted(missing))}")
+            continue
         try:
             made = peers.PEERS[name](case.problem, tensors)
         except Exception as error:  # others' code: a gap, whatever it raises

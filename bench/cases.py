@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench import decode_cases
-from bench.check import Expected, expected
+from bench.check import SOFTCAP, Expected, check_steps, expected
 from bench.forward_cases import FWD_SM80, FWD_SM90, dense
 from bench.suite import Case, Suite
 from rawattn.arrays import DTYPES
@@ -44,6 +44,8 @@ class Tensors:
     out: Any  # (B, Sq, Hq, Dv)
     lse: Any  # (B, Hq, Sq) float32
     scale: float
+    softcap: float = 0.0  # 0: none
+    slopes: Any = None  # (Hq,) float32, of ALiBi
     # first rows of the sequences among those of q and k, (B + 1,) int32, where calls take them
     # packed: the same memory without the axis of the batch
     starts: tuple[Any, Any] | None = None
@@ -56,7 +58,8 @@ class Tensors:
 
     def expected(self, problem: Problem, xp: Any) -> Expected:
         """What `out` must hold, computed in float64."""
-        return expected(problem, self.q, self.k, self.v, scale=self.scale, xp=xp)
+        steps = {"scale": self.scale, "softcap": self.softcap, "slopes": self.slopes}
+        return expected(problem, self.q, self.k, self.v, **steps, xp=xp)
 
 
 @functools.lru_cache(maxsize=1)
@@ -68,11 +71,26 @@ def _normal(count: int, dtype: str) -> Any:
     return cupy.asarray(numbers).astype(DTYPES[dtype])
 
 
+def alibi_slopes(heads: int) -> np.ndarray:
+    """(heads,) float32, as the ALiBi paper has them: 2^(-8 / n), 2^(-16 / n) and so on for n heads,
+    a power of two; else those of the next smaller one, and every second of the next larger one.
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    first = 2.0 ** (-8.0 / whole * np.arange(1, whole + 1))
+    between = 2.0 ** (-4.0 / whole * np.arange(1, 2 * (heads - whole), 2))
+    return np.concatenate([first, between]).astype(np.float32)
+
+
 def random_tensors(problem: Problem) -> Tensors:
-    """Random normal q, k and v, and an `out` that holds NaN."""
+    """Random normal q, k and v, the values of the problem's score steps, and an `out` that holds
+    NaN. ValueError for steps that it has no values for.
+    """
     import cupy
 
     p = problem
+    slopes = cupy.asarray(alibi_slopes(p.q_heads)) if p.scores.alibi else None
+    steps = {"scale": p.head_dim**-0.5, "softcap": SOFTCAP if p.scores.softcap else 0.0}
+    check_steps(p.scores, **steps, slopes=slopes)
     shapes = (
         (p.batch, p.max_q, p.q_heads, p.head_dim),
         (p.batch, p.max_k, p.kv_heads, p.head_dim),
@@ -89,7 +107,7 @@ def random_tensors(problem: Problem) -> Tensors:
     starts = None
     if p.q_rows is Rows.PACKED:
         starts = tuple(cupy.arange(p.batch + 1, dtype=np.int32) * n for n in (p.max_q, p.max_k))
-    return Tensors(q=q, k=k, v=v, out=out, lse=lse, scale=p.head_dim**-0.5, starts=starts)
+    return Tensors(q=q, k=k, v=v, out=out, lse=lse, slopes=slopes, starts=starts, **steps)
 
 
 def poison(array: Any) -> None:

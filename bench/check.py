@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from rawattn.arrays import DTYPES
-from rawattn.problem import Problem
+from rawattn.problem import Problem, Scores
 from rawattn.testing.closeness import ulp
 
+SOFTCAP = 50.0  # of the cases that have one: Gemma 2's
 SCORES = 2**34
 CHUNK = 2**25  # scores held at once, in about six float64 arrays
 
@@ -62,15 +63,19 @@ def expected(
     v: Any,
     *,
     scale: float,
+    softcap: float = 0.0,
+    slopes: Any = None,
     xp: Any = np,
     storage: Storage | None = None,
 ) -> Expected:
     """Float64 attention of dense float arrays.
 
-    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); `xp` is NumPy or CuPy. `storage` is
-    that of P and the output, where it is not the problem's type.
+    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), slopes (Hq,); `xp` is NumPy or CuPy.
+    `storage` is that of P and the output, where it is not the problem's type. ValueError where the
+    problem asks for other steps between q.k and the softmax than the values do.
     """
     p, storage = problem, storage or Storage(dtype=problem.dtype)
+    check_steps(p.scores, scale, softcap, slopes)
     q, k, v = (_pairs_first(x, xp) for x in (q, k, v))
     pairs = _chosen_pairs(p)
     out = xp.empty((len(pairs), p.max_q, p.value_dim))
@@ -83,6 +88,11 @@ def expected(
         for row in range(0, p.max_q, rows):
             part = slice(row, min(row + rows, p.max_q))
             scores = q[q_heads, part] @ k[kv_heads].swapaxes(1, 2) * scale
+            if softcap:
+                scores = softcap * xp.tanh(scores / softcap)
+            if slopes is not None:
+                slope = slopes[q_heads % p.q_heads].astype(np.float64)[:, None, None]
+                scores = scores - slope * xp.abs(_ahead(p, part, p.max_k - p.max_q, xp))
             scores = xp.where(_visible(p, part, xp), scores, -xp.inf)
             exact, rounded = softmax_v(scores, v[kv_heads], storage, xp)
             out[some, part] = exact
@@ -91,6 +101,21 @@ def expected(
             )
             bound[some, part] = 2 * error + 2 * storage.ulp(largest)
     return Expected(pairs=xp.asarray(pairs), out=out, bound=bound)
+
+
+def steps(problem: Any) -> frozenset[str]:
+    """The steps between q.k and the softmax that a problem of any class asks for, by name."""
+    asked = getattr(problem, "scores", Scores())
+    return frozenset(name for name in Scores.__slots__ if getattr(asked, name))
+
+
+def check_steps(asked: Scores, scale: float, softcap: float, slopes: Any) -> None:
+    """ValueError where these values are not the steps of scores that are asked for: what is timed
+    would be another problem than its row says.
+    """
+    given = Scores(softcap=softcap != 0, alibi=slopes is not None, reversed=scale <= 0)
+    if given != asked:
+        raise ValueError(f"scores={asked}: the values that are there make {given}")
 
 
 def softmax_v(scores: Any, values: Any, storage: Storage, xp: Any) -> tuple[Any, Any]:
@@ -104,11 +129,16 @@ def softmax_v(scores: Any, values: Any, storage: Storage, xp: Any) -> tuple[Any,
 
 def _visible(p: Problem, part: slice, xp: Any) -> Any:
     """(rows, Sk) which keys the query rows of `part` see."""
-    rows, keys = xp.arange(part.start, part.stop)[:, None], xp.arange(p.max_k)[None, :]
-    ahead = keys - rows - (0 if p.mask.top_left else p.max_k - p.max_q)
+    ahead = _ahead(p, part, 0 if p.mask.top_left else p.max_k - p.max_q, xp)
     left = p.mask.left if p.mask.left >= 0 else p.max_k + p.max_q
     right = p.mask.right if p.mask.right >= 0 else p.max_k + p.max_q
     return (ahead >= -left) & (ahead <= right)
+
+
+def _ahead(p: Problem, part: slice, shift: int, xp: Any) -> Any:
+    """(rows, Sk) how far key j lies past the diagonal of row i, which is at key i + shift."""
+    rows, keys = xp.arange(part.start, part.stop)[:, None], xp.arange(p.max_k)[None, :]
+    return keys - rows - shift
 
 
 def _chosen_pairs(p: Problem) -> np.ndarray:

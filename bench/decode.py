@@ -19,7 +19,7 @@ import numpy as np
 import rawattn
 from bench import bandwidth, decode_check
 from bench.candidates import peer_candidates, plan_text
-from bench.check import Expected
+from bench.check import SOFTCAP, Expected
 from bench.facets import CEILINGS
 from bench.measure import Candidate
 from bench.suite import Case, Lengths, Suite
@@ -27,7 +27,7 @@ from rawattn import paged_problem
 from rawattn.arrays import DTYPES
 from rawattn.cache_problem import KvWriteProblem
 from rawattn.paged_problem import PagedProblem, Scale
-from rawattn.problem import CacheLayout, Unsupported
+from rawattn.problem import CacheLayout, Scores, Unsupported
 
 POOL = 2**30  # elements
 PATTERN = 2**24 - 3  # that are drawn; a prime, so that no two pages are alike
@@ -48,6 +48,7 @@ class DecodeTensors:
     out: Any  # (B, Sq, Hq, Dv)
     keys: tuple[int, ...]  # of each sequence
     scale: float
+    softcap: float = 0.0  # 0: none
 
     always_clear = True
 
@@ -57,8 +58,8 @@ class DecodeTensors:
 
     def expected(self, problem: PagedProblem, xp: Any) -> Expected:
         """What `out` must hold, computed in float64."""
-        caches = self.k_cache, self.v_cache
-        return decode_check.expected(problem, caches, self.q, self.table, self.keys, self.scale)
+        caches, steps = (self.k_cache, self.v_cache), (self.scale, self.softcap)
+        return decode_check.expected(problem, caches, self.q, self.table, self.keys, *steps)
 
 
 # ---- arrays --------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ def tensors(problem: PagedProblem, lengths: Lengths | None, xp: Any) -> DecodeTe
         out=xp.asarray(out.astype(dtype)),
         keys=keys,
         scale=p.head_dim**-0.5,
+        softcap=SOFTCAP if p.scores.softcap else 0.0,
     )
 
 
@@ -173,9 +175,11 @@ def one_query_x_major(p: PagedProblem) -> bool:
 
 
 def twins(p: PagedProblem) -> dict[str, PagedProblem]:
-    """The same step over another cache, which a case is compared with: an x-major one with NHD, one
-    of fp8 with bf16.
+    """The same step in another form, which a case is compared with: an x-major cache as NHD, one of
+    fp8 as bf16, scores without softcap.
     """
+    if p.scores.softcap:
+        return {"plain": replace(p, scores=Scores())}
     if p.quantized:
         return {"bf16": replace(p, cache_dtype=p.dtype, k_scale=Scale.NONE, v_scale=Scale.NONE)}
     if p.layout is CacheLayout.X_MAJOR:
@@ -241,6 +245,7 @@ def call_of(t: DecodeTensors, backend: str) -> tuple[Callable[..., Any], dict[st
         "block_table": t.table,
         "softmax_scale": t.scale,
         "causal": p.mask.causal,
+        "softcap": t.softcap,
         "layout": p.layout.value,
         "kv_cache_dtype": stored,
         "out": t.out,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from bench.suite import Case, Suite
 from rawattn.cache_problem import KvWriteProblem, MergeProblem
 from rawattn.paged_problem import PagedProblem, Scale
-from rawattn.problem import CacheLayout, Mask
+from rawattn.problem import CacheLayout, Mask, Scores
 
 GRID = {  # batch: keys a sequence
     1: (1024, 8192, 32768, 131072),
@@ -48,12 +48,14 @@ def decode(
     queries: int = 1,
     layout: CacheLayout = CacheLayout.NHD,
     fp8: bool = False,
+    softcap: bool = False,
 ) -> Case:
     """A step of decoding over random pages: `queries` of each sequence, bf16, over `keys` of it."""
     each = (keys,) * batch if isinstance(keys, int) else keys
     of_keys = f"k{keys}" if isinstance(keys, int) else "skewed"
     name = f"{heads[0]}x{heads[1]}-d{size}-p{page}-b{batch}-{of_keys}"
     name += (f"-q{queries}" if queries > 1 else "") + SUFFIX[layout] + "-fp8" * fp8
+    name += "-softcap" * softcap
     scale = Scale.NUMBER if fp8 else Scale.NONE
     return Case(
         id=name,
@@ -70,6 +72,7 @@ def decode(
             page=page,
             layout=layout,
             mask=Mask.of(causal=queries > 1),
+            scores=Scores(softcap=softcap),
             k_scale=scale,
             v_scale=scale,
         ),
@@ -97,6 +100,7 @@ def _decode_cases() -> Iterator[Case]:
     for queries in (4, 8, 16):
         for batch, keys in ((1, 8192), (8, 8192), (32, 4096)):
             yield decode(batch, keys, queries=queries)
+    yield decode(32, 4096, queries=4, softcap=True)
     for batch, keys in ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 4096), (128, 4096)):
         yield decode(batch, keys, layout=CacheLayout.X_MAJOR)
     for page in (32, 64):

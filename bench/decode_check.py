@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.check import Expected, Storage, softmax_v
+from bench.check import Expected, Storage, check_steps, softmax_v
 from rawattn.arrays import DTYPES
 from rawattn.paged_problem import PagedProblem
 from rawattn.reference_paged import slots
@@ -29,9 +29,13 @@ def expected(
     table: Any,
     keys: Sequence[int],
     scale: float,
+    softcap: float = 0.0,
 ) -> Expected:
-    """Attention of q (B, Sq, Hq, D) over k_cache, v_cache; sequence b has keys[b] keys."""
+    """Attention of q (B, Sq, Hq, D) over k_cache, v_cache; sequence b has keys[b] keys. ValueError
+    where the problem asks for other steps of scores.
+    """
     p, xp = problem, _module(q)
+    check_steps(p.scores, scale, softcap, None)
     size = max(p.head_dim, p.value_dim) * p.kv_heads
     out = xp.empty((p.batch, p.q_heads, p.max_q, p.value_dim))
     bound = xp.empty((p.batch, p.q_heads, p.max_q, 1))
@@ -43,7 +47,7 @@ def expected(
             some = slice(i, min(i + step, stop))
             pages = table[some, : -(-length // p.page)]
             k, v = (_gather(x, pages, length, p) for x in caches)
-            exact, rounded = _attend(p, q[some], k, v, scale)
+            exact, rounded = _attend(p, q[some], k, v, scale, softcap)
             error, largest = (
                 xp.abs(x).max(axis=-1, keepdims=True) for x in (rounded - exact, exact)
             )
@@ -56,12 +60,16 @@ def expected(
     return Expected(pairs=pairs, out=out.reshape(*rows, -1), bound=bound.reshape(*rows, 1))
 
 
-def _attend(p: PagedProblem, q: Any, k: Any, v: Any, scale: float) -> tuple[Any, Any]:
+def _attend(
+    p: PagedProblem, q: Any, k: Any, v: Any, scale: float, softcap: float
+) -> tuple[Any, Any]:
     """Exact and rounded out (n, Hq, Sq, Dv) of q (n, Sq, Hq, D), k and v (n, Hkv, S, D) float64."""
     xp, n, length = _module(q), len(q), k.shape[2]
     q = q.astype(np.float32).astype(np.float64).transpose(0, 2, 1, 3)
     q = xp.ascontiguousarray(q).reshape(n, p.kv_heads, p.group * p.max_q, -1)
     scores = (q @ k.swapaxes(2, 3) * scale).reshape(n, p.kv_heads, p.group, p.max_q, length)
+    if softcap:
+        scores = softcap * xp.tanh(scores / softcap)
     ahead = xp.arange(length) - xp.arange(p.max_q)[:, None] - (length - p.max_q)
     if p.mask.causal:
         scores = xp.where(ahead <= 0, scores, -xp.inf)

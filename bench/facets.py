@@ -17,6 +17,7 @@ Labels = tuple[str, ...]  # a value for each facet that counts
 
 CEILINGS = ("read", "copy", "add")  # no attention: what memory gives in the same run
 OTHERS = ("cudnn_fp8", *CEILINGS)  # that are no rivals: less precise, or no attention
+FIRST = ("none", "plain")  # masks, and scores, that others are compared with
 NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
@@ -65,6 +66,7 @@ FACETS: dict[str, Callable[[Row], str]] = {
     "mask": mask,
     "type": lambda r: r.dtype,
     "rows": lambda r: r.rows or "dense",  # rows from before there was such a column are dense
+    "scores": lambda r: r.scores or "plain",
     "cache": lambda r: r.kv_dtype,
     "layout": lambda r: r.layout,
     "page": lambda r: str(r.page_size),
@@ -109,9 +111,9 @@ def split(
 
 
 def _order(labels: Labels) -> tuple[tuple[float, str], ...]:
-    """Numbers by size, no mask before others, words as they are."""
+    """Numbers by size, FIRST before other words, those as they are."""
     return tuple(
-        (float(found[0]) if (found := re.findall(r"\d+", x)) else float(x != "none"), x)
+        (float(found[0]) if (found := re.findall(r"\d+", x)) else float(x not in FIRST), x)
         for x in labels
     )
 

@@ -2,7 +2,8 @@
 """The suites of the forward kernels.
 
 Ids read: head size (or that of queries and of values), mask, rows of a sequence, and what else
-differs: ``-fp16``, ``-varlen`` (packed rows of equal lengths), ``llama`` (32 query heads over 8).
+differs: ``-fp16``, ``-varlen`` (packed rows of equal lengths), ``-softcap``, ``-alibi``, ``llama``
+(32 query heads over 8).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bench.suite import Case, Suite
-from rawattn.problem import Mask, Problem, Rows
+from rawattn.problem import Mask, Problem, Rows, Scores
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -73,6 +74,20 @@ def varlen(head_dim: int, causal: bool, length: int) -> Case:
     return Case(id=f"{case.id}-varlen", problem=problem)
 
 
+def scored(head_dim: int, causal: bool, **step: bool) -> Case:
+    """Sequences of 4 k with one step between q.k and the softmax, beside the same without.
+    FlashAttention-3 caps scores too; no peer has ALiBi.
+    """
+    case, (name,) = dense(head_dim, causal, 4096), step
+    peers = ("fa3",) if name == "softcap" else ()
+    return Case(
+        id=f"{case.id}-{name}",
+        problem=replace(case.problem, scores=Scores(**step)),
+        peers=peers,
+        twin_peers=peers,
+    )
+
+
 def llama(length: int, window: int | None = None) -> Case:
     """One causal sequence of 32 query heads over 8, that see `window` keys or all before them."""
     problem = replace(
@@ -95,6 +110,12 @@ OTHER_SIZES = tuple(
 )
 LLAMA = (*map(llama, (1024, 4096, 16384, 65536)), llama(65536, window=4096))
 FP16 = tuple(fp16(d, causal, s) for d in SIZES for causal in MASKS for s in LENGTHS)
+SCORED = tuple(
+    scored(d, causal, **step)
+    for step in ({"softcap": True}, {"alibi": True})
+    for d in SIZES
+    for causal in MASKS
+)
 VARLEN = tuple(varlen(d, causal, s) for d in SIZES for causal in MASKS for s in (1024, 4096))
 
 FWD_SM80 = Suite(
@@ -110,6 +131,6 @@ FWD_SM90 = Suite(
     op="forward",
     backend="fwd_sm90",
     peers=("fa3", "cudnn", "fa2", "cudnn_fe", "cudnn_fp8", "jax", "triton"),
-    cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN),
+    cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN, *SCORED),
     seldom=("cudnn_fe", "cudnn_fp8", "triton"),
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench import timer
 from bench.cases import Case, Tensors, poison
+from bench.check import steps
 from bench.rows import Row, commit, sources_digest
 from rawattn import roofline
 from rawattn.device import Device
@@ -132,6 +133,7 @@ def problem_columns(p: Any, lengths: Lengths | None) -> dict[str, Any]:
         "window_right": mask.right,
         "top_left": mask.top_left,
         "rows": rows.value if rows is not None else "",
+        "scores": " ".join(sorted(steps(p))),
         "kv_dtype": getattr(p, "cache_dtype", ""),
         "page_size": getattr(p, "page", 0),
         "layout": layout.value if layout is not None else "",

@@ -23,15 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Tensors
 from bench.measure import Candidate
-from rawattn.problem import Problem, Rows, Scores
+from rawattn.problem import Problem, Rows
 
 Run = Callable[[], torch.Tensor]
 FA3 = "_vllm_fa3_C.abi3.so"
 
 
 def plain(p: Problem, rows: tuple[Rows, ...] = (Rows.DENSE,)) -> bool:
-    """Rows of these kinds, no score steps: what all of these peers take."""
-    return p.q_rows in rows and p.k_rows in rows and p.scores == Scores()
+    """Rows of these kinds. Score steps are seen to before a peer is asked: `candidates.STEPS`."""
+    return p.q_rows in rows and p.k_rows in rows
 
 
 def full_or_causal(p: Problem) -> bool:
@@ -117,7 +117,7 @@ def fa3(p: Problem, tensors: Tensors) -> Run | None:
             None, None, None,  # page_table, kv_batch_idx, leftpad_k
             None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
             None, None, None,  # q_descale, k_descale, v_descale
-            tensors.scale, p.mask.causal, p.mask.left, p.mask.right, 0.0,  # softcap
+            tensors.scale, p.mask.causal, p.mask.left, p.mask.right, tensors.softcap,
             True, None, 0, None, 0, None, 1, 0, None,  # rotary_interleaved, scheduler, splits, ...
         )
         # fmt: on

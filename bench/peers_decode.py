@@ -65,7 +65,7 @@ def fa3(p: PagedProblem, t: DecodeTensors) -> Run | None:
     schedule = ops.get_scheduler_metadata(
         p.batch, p.max_q, p.max_k, p.q_heads, p.kv_heads, p.head_dim, p.value_dim, TORCH[p.dtype],
         used, starts, None, None, None, None,  # cu_k, cu_k_new, seqused_q, leftpad_k
-        p.page, 0, True, -1, -1, False,  # max_k_new, causal, window, softcap
+        p.page, 0, True, -1, -1, t.softcap > 0,  # max_k_new, causal, window
         0, None, 0,  # splits, pack_gqa, sm_margin
     )
 
@@ -77,7 +77,7 @@ def fa3(p: PagedProblem, t: DecodeTensors) -> Run | None:
             table, None, None,  # kv_batch_idx, leftpad_k
             None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
             None, None, None,  # q_descale, k_descale, v_descale
-            t.scale, True, -1, -1, 0.0,  # causal, window, softcap
+            t.scale, True, -1, -1, t.softcap,  # causal, window
             True, schedule, 0, None, 0, None, 1, 0, None,  # rotary_interleaved, splits, ...
         )
         return (result[0] if isinstance(result, (list, tuple)) else result).view(shape)

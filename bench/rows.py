@@ -38,6 +38,7 @@ class Row:
     window_right: int  # 0 is causal
     top_left: bool
     rows: str  # how the queries of sequences lie: "dense", "packed"
+    scores: str  # what lies between q.k and the softmax: "softcap", "alibi"; empty: nothing
     kv_dtype: str  # of a paged cache
     page_size: int  # of a paged cache; 0: keys lie one behind the other
     layout: str  # of a paged cache

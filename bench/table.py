@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import repeat, twins
 from bench.cases import SUITES, Suite
+from bench.check import SOFTCAP
 from bench.compare import FLOOR
 from bench.facets import OTHERS, Group, length, name, split
 from bench.first_output import FIRST_OUTPUT
@@ -57,7 +58,8 @@ def _speed(page: str, results: Path) -> str:
             picture = f"{images}/{suite.name}-{path.parent.name}.png"
             text = _gpu_table(suite, link, rows, LEAST[page])
             text += f"\n![{suite.name} beside others]({picture})\n"
-            tables.append(text + (_twins(suite, rows) if page == ALL else ""))
+            more = _twins(suite, rows) + _scored(suite, rows) if page == ALL else ""
+            tables.append(text + more)
     return "\n".join([*tables, _spread(results)]) if tables else ""
 
 
@@ -69,13 +71,32 @@ def _measured(suite: Suite, results: Path) -> list[tuple[Path, list[Row]]]:
 
 def _twins(suite: Suite, rows: Sequence[Row], forms: str = "") -> str:
     """What was measured in two forms, all or some of them; nothing without."""
-    found = [pair for pair in twins.pairs(groups(rows).values()) if forms in ("", pair.forms)]
+    found = [pair for pair in twins.pairs(groups(rows).values()) if not pair.scored]
+    found = [pair for pair in found if forms in ("", pair.forms)]
     lines = twins.table(found, suite.backend)
     told = (
         "The same work in two forms, medians of interleaved launches in one run: the speed of the "
         "first as a multiple of the second's."
     )
     return f"\n{told}\n\n{_table(lines)}" if lines else ""
+
+
+def _scored(suite: Suite, rows: Sequence[Row]) -> str:
+    """What steps between q.k and the softmax take; nothing without."""
+    lines = twins.scored(groups(rows).values(), suite.backend, "fa3")
+    told = (
+        f"Softcap ({SOFTCAP:g}) and ALiBi beside the same without, medians of interleaved launches "
+        "in one run: microseconds, and how many times as long it takes; at last our speed as a "
+        f"multiple of {name('fa3')}'s, which has no ALiBi."
+    )
+    return f"\n{told}\n\n{_table(lines)}" if lines else ""
+
+
+def _hopper(results: Path) -> str:
+    """What fp16 costs beside bf16, and steps of scores beside none."""
+    suite = SUITES["fwd_sm90"]
+    scored = [_scored(suite, rows) for _, rows in _measured(suite, results)]
+    return "".join([_fp16(results), *scored]).lstrip()
 
 
 def _fp16(results: Path) -> str:
@@ -285,7 +306,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     README: lambda results: _speed(README, results),
     ALL: lambda results: _speed(ALL, results),
     INSTALL: lambda results: _installations(results / "install") + _first_outputs(results),
-    FORWARD: _fp16,
+    FORWARD: _hopper,
     MERGE: _merging,
 }
 

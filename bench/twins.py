@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same work in two forms, timed side by side: fp16 and bf16, packed rows and dense ones.
+"""The same work in two forms, timed side by side: fp16 and bf16, packed rows and dense ones, scores
+with softcap or ALiBi and without.
 
 A candidate named "fwd_sm90 (bf16)" is the twin of "fwd_sm90" in its group. Ratios are its time over
 that of the other: the speed of the first form as a multiple of the second's.
@@ -28,6 +29,11 @@ class Pair:
     @property
     def ratio(self) -> float:
         return self.twin.p50_us / self.row.p50_us
+
+    @property
+    def scored(self) -> bool:
+        """Whether the twin is without a step of the row's scores: not the same work."""
+        return self.row.scores != self.twin.scores
 
     @property
     def forms(self) -> str:
@@ -79,6 +85,29 @@ def table(found: Sequence[Pair], backend: str) -> list[list[str]]:
         lines.append(_line(name(owner), forms, "all", some))
     heads = ["", "forms", "head dim", "cells", "geometric mean", "least", "most"]
     return [heads, ["---"] * 3 + ["---:"] * 4, *lines] if lines else []
+
+
+def scored(groups: Iterable[Group], backend: str, peer: str) -> list[list[str]]:
+    """Lines of a table: each cell with a step of scores beside the same without, of ours and of a
+    peer, where it was measured.
+    """
+    heads = ["case", *[x for who in (backend, name(peer)) for x in (f"{who}, us", "without", "x")]]
+    lines = []
+    for group in groups:
+        found = {pair.row.backend: pair for pair in pairs([group]) if pair.scored}
+        if (ours := found.get(backend)) is None:
+            continue
+        times = [*_times(ours.row, ours), *_times(group.get(peer), found.get(peer))]
+        ratio = f"{group[peer].p50_us / ours.row.p50_us:.2f}" if peer in group else "-"
+        lines.append([ours.row.case, *times, ratio])
+    heads = [*heads, f"/ {name(peer)}"]
+    return [heads, ["---", *["---:"] * (len(heads) - 1)], *lines] if lines else []
+
+
+def _times(row: Row | None, pair: Pair | None) -> list[str]:
+    """Microseconds with and without, and how many times as long it takes; dashes for gaps."""
+    without = [f"{pair.twin.p50_us:.1f}", f"{1 / pair.ratio:.2f}"] if pair else ["-", "-"]
+    return [f"{row.p50_us:.1f}" if row else "-", *without]
 
 
 def _line(owner: str, forms: str, label: str, some: Sequence[Pair]) -> list[str]:

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-from bench import ahead, candidates, check, host_time, measure, report, rows
+from bench import ahead, candidates, cases, check, host_time, measure, report, rows
 from bench.cases import SUITES, Case, Tensors
 from rawattn import plan, reference, registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
-from rawattn.problem import Mask, Problem, Rows
+from rawattn.problem import Mask, Problem, Rows, Scores
 from rawattn.request import Arrays
+from tests.bench_arrays import ALIBI, BOTH, SOFTCAP, random_tensors, values_of
 from tools import tune
 
 H200 = Device.named("H200")
@@ -52,19 +53,8 @@ def test_select_takes_patterns_and_refuses_what_matches_nothing() -> None:
 # ---- check ---------------------------------------------------------------------------------------
 
 
-def random_tensors(p: Problem, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shapes = (
-        (p.batch, p.max_q, p.q_heads, p.head_dim),
-        (p.batch, p.max_k, p.kv_heads, p.head_dim),
-        (p.batch, p.max_k, p.kv_heads, p.value_dim),
-    )
-    q, k, v = (rng.standard_normal(s, dtype=np.float32).astype(DTYPES[p.dtype]) for s in shapes)
-    return q, k, v
-
-
 problems = st.builds(
-    lambda batch, group, q, k, mask, dtype: Problem(
+    lambda batch, group, q, k, mask, scores, dtype: Problem(
         dtype=dtype,
         batch=batch,
         q_heads=2 * group,
@@ -74,12 +64,14 @@ problems = st.builds(
         max_q=q,
         max_k=k,
         mask=mask,
+        scores=scores,
     ),
     st.integers(1, 2),
     st.integers(1, 2),
     st.integers(1, 9),
     st.integers(1, 9),
     st.builds(Mask, left=st.integers(-1, 9), right=st.integers(-1, 9), top_left=st.booleans()),
+    st.builds(Scores, softcap=st.booleans(), alibi=st.booleans()),
     st.sampled_from(["float16", "bfloat16"]),
 )
 
@@ -88,11 +80,14 @@ problems = st.builds(
 @given(p=problems, seed=st.integers(0, 99), chunk=st.sampled_from([1, 10, 30, 1000]))
 def test_the_big_check_means_what_the_reference_means(p: Problem, seed: int, chunk: int) -> None:
     q, k, v = random_tensors(p, seed)
-    want, _ = reference.attention(q, k, v, mask=p.mask)
-    twin, _ = reference.attention(q, k, v, mask=p.mask, rounding=p.dtype)
+    softcap, slopes = values_of(p.scores, p.q_heads)
+    same = {"mask": p.mask, "softcap": softcap, "alibi_slopes": slopes}
+    want, _ = reference.attention(q, k, v, **same)
+    twin, _ = reference.attention(q, k, v, **same, rounding=p.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "CHUNK", chunk)
-        found = check.expected(p, q, k, v, scale=p.head_dim**-0.5)
+        values = {"scale": p.head_dim**-0.5, "softcap": softcap, "slopes": slopes}
+        found = check.expected(p, q, k, v, **values)
     assert found.error_ratio(want) < 1e-3
     np.testing.assert_allclose(found.out, check._pairs_first(want, np), atol=1e-6)
     assert found.error_ratio(twin) <= 1
@@ -273,6 +268,12 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
     assert (seen["out"], seen["lse"], seen["sink"]) == (t.out.ctypes.data, lse.ctypes.data, 0)
     assert (seen["stride_k_row"], seen["stride_lse_batch"]) == (2048, 96)
     assert found.run() is t.out and seen["launched"]
+    assert (seen["softcap_log2"], seen["alibi_slopes"]) == (0.0, 0)
+    slopes = cases.alibi_slopes(p.q_heads)
+    p, t = replace(p, scores=BOTH), replace(t, softcap=2.0, slopes=slopes)
+    candidates.variant_candidate("x", plan.plan(p, H200, "fwd_sm80"), t)
+    assert seen["softcap_log2"] == pytest.approx(2.0 / np.log(2))
+    assert seen["alibi_slopes"] == slopes.ctypes.data
 
 
 @pytest.mark.parametrize(
@@ -314,6 +315,8 @@ def test_packed_rows_lie_in_the_same_memory() -> None:
         ({"q_rows": Rows.PACKED, "k_rows": Rows.PACKED}, "dense"),
         ({"dtype": "float16"}, "bf16"),
         ({"kv_heads": 1}, "mha"),
+        ({"scores": SOFTCAP}, "plain"),
+        ({"scores": ALIBI}, "plain"),
     ],
 )
 def test_twins_do_the_same_work(changes: dict[str, Any], name: str) -> None:
@@ -322,12 +325,17 @@ def test_twins_do_the_same_work(changes: dict[str, Any], name: str) -> None:
     q, k, v = random_tensors(p, 0)
     starts = (np.arange(3, dtype=np.int32) * 5,) * 2 if p.q_rows is Rows.PACKED else None
     lse = np.empty((2, 2, 5), np.float32)
+    softcap, slopes = values_of(p.scores, 2)
     t = Tensors(q=q, k=k, v=v, out=np.full_like(q, np.nan), lse=lse, scale=0.125, starts=starts)
+    t = replace(t, softcap=softcap, slopes=slopes)
     suite = replace(SUITE, backend="reference")
     (twin,) = candidates.twin_candidates(suite, Case(id="x", problem=p), t)
     assert twin.backend == f"reference ({name})"
     expected = twin.expected or t.expected(p, np)
     assert expected.error_ratio(twin.run()) <= 1
+    if p.scores != Scores():
+        assert twin.problem.scores == Scores()
+        assert t.expected(p, np).error_ratio(twin.run()) > 1
 
 
 def test_a_peer_may_be_measured_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +369,7 @@ def test_kernels_of_twins_are_compiled_ahead() -> None:
 
 def test_the_cells_of_the_hopper_suite() -> None:
     cases = {case.id: case.problem for case in SUITES["fwd_sm90"].cases}
-    assert len(cases) == 101
+    assert len(cases) == 113
     assert {p.batch * p.max_q for name, p in cases.items() if name[0] == "d"} == {16384}
     window = cases["llama-window4096-s65536"]
     assert (window.mask.left, window.mask.right, window.group) == (4095, 0, 4)

@@ -10,22 +10,33 @@ import pytest
 
 from bench import claims, forward_claims, plot, plot_fp16, table, twins
 from bench.cases import SUITES, Case
+from bench.check import steps
 from bench.claims import Claim
-from bench.forward_cases import FP16, FWD_SM90, LENGTHS, LLAMA, OTHER_SIZES, TABLE, VARLEN
+from bench.forward_cases import (
+    FP16,
+    FWD_SM90,
+    LENGTHS,
+    LLAMA,
+    OTHER_SIZES,
+    SCORED,
+    TABLE,
+    VARLEN,
+)
 from bench.host_time import host_row
 from bench.rows import Row, append, groups
 from tests.bench_rows import row
 
 OURS = FWD_SM90.backend
-TWIN = {"fp16": "bf16", "varlen": "dense", "llama": "mha"}
+TWIN = {"fp16": "bf16", "varlen": "dense", "llama": "mha", "softcap": "plain", "alibi": "plain"}
 CASES = {case.id: case for case in FWD_SM90.cases}
 
 
 def cell(case: Case, **us: float) -> list[Row]:
-    """The rows of a case; "twin" and "fa3_bf16" are fwd_sm90 and fa3 in its other form."""
+    """The rows of a case; "twin" and "fa3_twin" are fwd_sm90 and fa3 in its other form."""
     p = case.problem
     forms = [TWIN[part] for part in case.id.split("-") if part in TWIN]
-    names = {"twin": f"{OURS} ({forms[0] if forms else ''})", "fa3_bf16": "fa3 (bf16)"}
+    twin = forms[0] if forms else ""
+    names = {"twin": f"{OURS} ({twin})", "fa3_twin": f"fa3 ({twin})"}
     found = []
     for backend, time in us.items():
         name = names.get(backend, backend)
@@ -35,6 +46,7 @@ def cell(case: Case, **us: float) -> list[Row]:
             "head_dim": p.head_dim,
             "value_dim": p.value_dim,
             "rows": "dense" if "dense" in name else p.q_rows.value,
+            "scores": "" if "plain" in name else " ".join(steps(p)),
             "q_heads": p.q_heads,
             "kv_heads": p.q_heads if "mha" in name else p.kv_heads,
             "window_right": p.mask.right,
@@ -176,7 +188,7 @@ def fp16_rows() -> list[Row]:
         us = 102.0 if case.problem.head_dim < 256 else 106.25
         found += cell(case, fwd_sm90=us, twin=100.0, fa3=150.0)
         if case.twin_peers:
-            found += cell(case, fa3_bf16=90.0)
+            found += cell(case, fa3_twin=90.0)
     return found
 
 
@@ -243,6 +255,42 @@ def test_pages_have_the_two_forms_and_the_floor(tmp_path: Path) -> None:
     append(results / "nvidia-h200" / "merge.csv", [row("vllm", 7.5, **merged)])
     line = "| bfloat16-t512 | 8.00 | 7.50, 0.938 | - | 6.00, 0.750 | 1.250 |"
     assert line in table.markdown(table.MERGE, results)
+
+
+def test_pages_have_steps_of_scores_beside_none(tmp_path: Path) -> None:
+    results = tmp_path / "bench" / "results"
+    file = results / "nvidia-h200" / "fwd_sm90.csv"
+    append(file, [*fp16_rows(), *cell(TABLE[0], fwd_sm90=8.0, fa3=9.0)])
+    pages = {page: table.markdown(page, results) for page in (table.FORWARD, table.ALL)}
+    assert not any("Softcap" in text or "| scores |" in text for text in pages.values())
+    for case in SCORED:
+        append(file, cell(case, fwd_sm90=160.0, twin=100.0))
+        if case.twin_peers:
+            append(file, cell(case, fa3=120.0, fa3_twin=90.0))
+    heads = "| case | fwd_sm90, us | without | x | FlashAttention-3, us | without | x | / "
+    for page, before in pages.items():
+        text = table.markdown(page, results)
+        assert text.count("Softcap (50) and ALiBi beside the same without") == 1
+        assert heads + "FlashAttention-3 |\n" in text
+        capped = "| d64-full-s4096-softcap | 160.0 | 100.0 | 1.60 | 120.0 | 90.0 | 1.33 | 0.75 |"
+        assert capped in text
+        assert "| d256-causal-s4096-alibi | 160.0 | 100.0 | 1.60 | - | - | - | - |" in text
+        assert text.count("160.0 | 100.0") == len(SCORED)
+        assert "beside plain" not in text
+        if page == table.FORWARD:
+            assert text.startswith(before)
+        else:
+            assert "| 64 | none | bfloat16 | softcap | 1, 4096 |" in text
+            at_64 = "| 64 | none | bfloat16 | plain | 1, 512 |"
+            assert text.index(at_64) < text.index("| 64 | none | bfloat16 | alibi |")
+    lone = {"case": "x", "scores": "softcap", "peer_version": ""}
+    pair = row("decode_split", 20.0, **lone), row("decode_split (plain)", 10.0, case="x")
+    append(results / "nvidia-h200" / "decode.csv", [*pair, row("fa3", 30.0, **lone)])
+    line = "| x | 20.0 | 10.0 | 2.00 | 30.0 | - | - | 1.50 |"
+    assert line in table.markdown(table.ALL, results)
+    short = table.markdown(table.README, results)
+    assert "Softcap" not in short and "| scores |" not in short
+    assert "-softcap 0.75 of FlashAttention-3" in short  # where it is behind it is named
 
 
 def test_fp16_is_drawn_where_there_are_lines(

@@ -35,7 +35,7 @@ from bench.rows import Row
 from bench.suite import Case
 from rawattn import roofline
 from rawattn.device import Device
-from rawattn.problem import CacheLayout
+from rawattn.problem import CacheLayout, Scores
 from rawattn.roofline.counts import lengths_of
 
 H200 = Device.named("H200")
@@ -121,6 +121,8 @@ def test_what_a_case_is_compared_with_differs_in_one_thing() -> None:
     x_major = decode_case(2, 64, layout=CacheLayout.X_MAJOR).problem
     assert decode.twins(x_major) == {"nhd": decode_case(2, 64).problem}
     assert decode.twins(twin) == {}
+    capped = decode_case(2, 64, queries=4, softcap=True).problem
+    assert decode.twins(capped) == {"plain": decode_case(2, 64, queries=4).problem}
     assert decode.readable(x_major) == ("paged_v1", "paged_v2")
     assert decode.readable(twin) == ()
 
@@ -160,11 +162,28 @@ def test_a_step_states_its_case_and_is_checked(
     assert other.error_ratio(t.out) > 1
 
 
+def test_a_step_with_softcap_is_not_one_without() -> None:
+    case = decode_case(4, 24, queries=3, softcap=True, **SMALL)
+    t = replace(decode.tensors(case.problem, None, np), softcap=1.5)
+    found = decode.prepared_candidate("reference", "x", t)
+    assert found is not None
+    assert t.expected(case.problem, np).error_ratio(found.run()) <= 1
+    (twin,) = decode.twins(case.problem).values()
+    plain = decode.tensors(twin, None, np)
+    assert plain.expected(twin, np).error_ratio(t.out) > 1
+    assert decode.tensors(case.problem, None, np).softcap == 50.0
+    with pytest.raises(ValueError, match="the values that are there make"):
+        plain.expected(case.problem, np)
+
+
 def test_a_step_that_states_another_problem_is_an_error() -> None:
     case = decode_case(4, 24, **SMALL)
     t = decode.tensors(case.problem, None, np)
     with pytest.raises(ValueError, match="the call states"):
         decode.prepared_candidate("reference", "x", replace(t, problem=replace(t.problem, split=8)))
+    capped = replace(t, problem=replace(t.problem, scores=Scores(softcap=True)))
+    with pytest.raises(ValueError, match="the call states"):
+        decode.prepared_candidate("reference", "x", capped)
 
 
 def test_a_backend_that_refuses_is_a_gap(capsys: pytest.CaptureFixture[str]) -> None:
