@@ -21,9 +21,11 @@
 // `late_draw`: a query tile is drawn near the end of the one before, so that the last long ones go
 //   to blocks that are done first; a consumer then waits for its description with nothing to do.
 // `q_registers`: a consumer keeps q in registers; products then read keys alone from shared memory.
+// `split`: query tiles of a last round, which would not fill the GPU, are cut over their keys:
+//   fwd_sm90_parts.cuh.
 // Numerics: as fwd_sm80. Keys and values behind a sequence's end may hold anything: K is masked by
 //   overwriting, V is read as zeros (0 x NaN is NaN).
-#include "fwd_sm90_schedule.cuh"
+#include "fwd_sm90_parts.cuh"
 
 // Query tiles that are told and not yet released by all. With more, and drawn earlier, blocks claim
 // tiles long before they come to them: the walk is hardly dynamic then (see `schedule`).
@@ -31,6 +33,9 @@ constexpr int kTileSlots = 1;
 // Key tiles of a query tile that are still to be copied when, with `late_draw`, the next one may be
 // drawn: drawing and telling take the time of one or two.
 constexpr int kDrawAhead = 4;
+
+template <class C>
+using TileOf = typename FwdSm90Work<C>::Tile;
 
 template <class C>
 struct FwdSm90Smem {
@@ -43,7 +48,7 @@ struct FwdSm90Smem {
   RingBarriers<C::stages> k_ring;
   RingBarriers<C::stages> v_ring;
   RingBarriers<kTileSlots> tile_ring;
-  FwdSm90Tile tile[kTileSlots];
+  TileOf<C> tile[kTileSlots];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -59,11 +64,11 @@ enum NamedBarrier {
 // not left for blocks that are done sooner.
 template <class C>
 __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
-  TileWalk<C::block_m, C::block_n> walk(p);
+  typename FwdSm90Work<C>::Walk walk(p);
   Ring<kTileSlots> ring;
   const bool speaker = threadIdx.x % 32 == 0;
   while (true) {
-    const FwdSm90Tile t = walk.tile();
+    const TileOf<C> t = walk.tile();
     if (speaker) {
       smem.tile[ring.slot] = t;
       arrive(smem.tile_ring.full[ring.slot]);
@@ -79,8 +84,8 @@ __device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>&
 
 // The next query tile, for one thread.
 template <class C>
-__device__ __forceinline__ FwdSm90Tile next_tile(const FwdSm90Smem<C>& smem,
-                                                 const Ring<kTileSlots>& ring) {
+__device__ __forceinline__ TileOf<C> next_tile(const FwdSm90Smem<C>& smem,
+                                               const Ring<kTileSlots>& ring) {
   wait(smem.tile_ring.full[ring.slot], ring.parity);
   return smem.tile[ring.slot];
 }
@@ -91,21 +96,27 @@ __device__ __forceinline__ void release_tile(const FwdSm90Smem<C>& smem, Ring<kT
   ring.advance();
 }
 
-// Stores out from where consumers have staged it. One thread.
+// Whether other blocks have keys of a query tile, too.
+__device__ __forceinline__ bool is_part(const FwdSm90Tile&) { return false; }
+__device__ __forceinline__ bool is_part(const FwdSm90Part& t) { return t.parts > 1; }
+
+// Stores out from where consumers have staged it; not that of parts, which stay in registers. One
+// thread.
 template <class C>
 __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
   Ring<C::q_buffers> q;
   Ring<kTileSlots> tiles;
   const auto take = [&] {
-    const FwdSm90Tile t = next_tile(smem, tiles);
+    const TileOf<C> t = next_tile(smem, tiles);
     release_tile(smem, tiles);  // at once: all wait for who has not
     return t;
   };
-  FwdSm90Tile t = take();
+  TileOf<C> t = take();
   while (t.first < t.last) {
-    const FwdSm90Tile next = take();
+    const TileOf<C> next = take();
     for (int w = 0; w < C::consumers; ++w) {
       wait(smem.staged[w][q.slot], q.parity);
+      if (C::split && is_part(t)) continue;
       const auto& out = smem.q[q.slot][w];
       if (p.cu_seqlens_q != nullptr) {
         out.store_ragged(p.out_map, t.row + 64 * w, t.q_head, t.q_first, t.q_len);
@@ -206,7 +217,7 @@ struct FwdSm90Consumer {
   Ring<kTileSlots> tiles;  // the next to be taken
   // The tile at work, at first none, without the `unseen` last key tiles that the warpgroup passes
   // over. Key tiles in [full_first, full_last) are visible to all rows of the warpgroup.
-  FwdSm90Tile t = {};
+  TileOf<C> t = {};
   int full_first = 0;
   int full_last = 0;
   int unseen = 0;
@@ -217,7 +228,7 @@ struct FwdSm90Consumer {
 
   __device__ __forceinline__ void run() {
     if (C::pingpong && index == C::consumers - 1) pass_turn();  // consumer 0 begins
-    FwdSm90Tile next;
+    TileOf<C> next;
     do {
       if (!C::late_draw) next = take();
       pass_values();
@@ -231,14 +242,15 @@ struct FwdSm90Consumer {
 
   // The next query tile. What the walk over key tiles depends on is uniform(): 1 to 10 % (H200,
   // 2026-11-30), 370 R2UR instead of 70. So it is where one lane alone reads or arrives.
-  __device__ __forceinline__ FwdSm90Tile take() {
+  __device__ __forceinline__ TileOf<C> take() {
     wait(smem.tile_ring.full[tiles.slot], tiles.parity);
-    FwdSm90Tile found = smem.tile[tiles.slot];
+    TileOf<C> found = smem.tile[tiles.slot];
     found.row = uniform(found.row);
     found.first = uniform(found.first);
     found.last = uniform(found.last);
     found.q_len = uniform(found.q_len);
     found.k_len = uniform(found.k_len);
+    if constexpr (C::split) found.parts = uniform(found.parts);
     arrive(smem.tile_ring.empty[tiles.slot]);
     tiles.advance();
     return found;
@@ -247,7 +259,7 @@ struct FwdSm90Consumer {
   // First row of the warpgroup, in the sequence.
   __device__ __forceinline__ int row() const { return t.row + 64 * index; }
 
-  __device__ __forceinline__ void start(const FwdSm90Tile& next) {
+  __device__ __forceinline__ void start(const TileOf<C>& next) {
     t = next;
     t.last -= unseen;
     const TileRange visible(group.seen(t), row(), row() + 63, C::block_n);
@@ -370,7 +382,7 @@ struct FwdSm90Consumer {
   // beside the latter, and a single q has the time of the former to arrive. Either may be none: all
   // of a block's tiles begin and end in this one piece of code, because a launch has to fetch all
   // the instructions that it runs (H200, 2026-11-30: 2 to 5 % at 512).
-  __device__ __forceinline__ void join(const FwdSm90Tile& next) {
+  __device__ __forceinline__ void join(const TileOf<C>& next) {
     typename Warpgroup::Scores s;
     const bool ends = t.first < t.last;
     const bool begins = next.first < next.last;
@@ -402,14 +414,20 @@ struct FwdSm90Consumer {
     group.pack(s);
   }
 
-  // `out` of t, complete in registers, leaves.
+  // `out` of t leaves registers: complete, or where other blocks have keys of it, as a part.
   __device__ __forceinline__ void close(int slot) {
-    float factor[2];
-    group.finish(factor, t, row());
-    if constexpr (C::q_buffers == 1) {
-      group.store_out(factor, t, row());
-    } else {
-      group.stage_out(factor, smem.q[slot][index]);
+    bool complete = true;
+    if constexpr (C::split) complete = !is_part(t) || FwdSm90Parts<C>::add(p, t, group);
+    if (complete) {
+      float factor[2];
+      group.finish(factor, t, row());
+      if (C::q_buffers == 1 || (C::split && is_part(t))) {
+        group.store_out(factor, t, row());
+      } else {
+        group.stage_out(factor, smem.q[slot][index]);
+      }
+    }
+    if constexpr (C::q_buffers > 1) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(smem.staged[index][slot]);
     }

@@ -58,23 +58,11 @@ __device__ __forceinline__ FwdSm90Tile fwd_sm90_tile(const FwdParams& p, const Q
           v_first};
 }
 
-// The tiles of a block, for one warp, whose lanes call together. A sweep covers the query tiles of
-// some heads of one sequence, or of all heads of up to 32, the longest sequence first, and of all
-// the last rows first: under a causal mask they have the longest tiles. What lies behind the end of
-// a sequence is no tile.
-template <int kRows, int kBlockN>
-class TileWalk {
+// The numbers of a block's tiles, for one warp, whose lanes call together.
+class TileNumbers {
  public:
-  __device__ __forceinline__ explicit TileWalk(const FwdSm90Params& params)
+  __device__ __forceinline__ explicit TileNumbers(const FwdSm90Params& params)
       : p(params), index_(blockIdx.x) {}
-
-  // The tile drawn last; first == last: there are no more.
-  __device__ __forceinline__ FwdSm90Tile tile() {
-    const int index = __shfl_sync(0xffffffffu, index_, 0);
-    if (!find_sequences(index)) return {};
-    const QueryTile at = find_tile(index - first_index_);
-    return fwd_sm90_tile(p, at, sequence_of(at.batch - first_batch_), kRows, kBlockN);
-  }
 
   // Draws the next one. Only lane 0 holds the number, so that nobody waits for it here.
   __device__ __forceinline__ void draw() {
@@ -92,6 +80,33 @@ class TileWalk {
       p.tile_counter[0] = 0;
       p.tile_counter[1] = 0;
     }
+  }
+
+ protected:
+  // The one drawn last.
+  __device__ __forceinline__ int number() const { return __shfl_sync(0xffffffffu, index_, 0); }
+
+  const FwdSm90Params& p;
+
+ private:
+  int index_;
+};
+
+// The tiles of a block, for one warp, whose lanes call together. A sweep covers the query tiles of
+// some heads of one sequence, or of all heads of up to 32, the longest sequence first, and of all
+// the last rows first: under a causal mask they have the longest tiles. What lies behind the end of
+// a sequence is no tile.
+template <int kRows, int kBlockN>
+class TileWalk : public TileNumbers {
+ public:
+  using TileNumbers::TileNumbers;
+
+  // The tile drawn last; first == last: there are no more.
+  __device__ __forceinline__ FwdSm90Tile tile() {
+    const int index = number();
+    if (!find_sequences(index)) return {};
+    const QueryTile at = find_tile(index - first_index_);
+    return fwd_sm90_tile(p, at, sequence_of(at.batch - first_batch_), kRows, kBlockN);
   }
 
  private:
@@ -162,8 +177,6 @@ class TileWalk {
     return __ffs(__ballot_sync(0xffffffffu, found)) - 1;
   }
 
-  const FwdSm90Params& p;
-  int index_;
   int first_batch_ = 0;  // sequences [first_batch_, end_batch_) are in sight, at first none
   int end_batch_ = 0;
   int first_index_ = 0;           // tiles of the sequences before first_batch_

@@ -52,9 +52,16 @@ struct FwdParams {
 
 // fwd_sm90(_self). Maps: (stored column, row, head, batch; one if packed). Copies add zero columns.
 struct FwdSm90Params : FwdParams {
-  int* tile_counter;       // [2] next query tile; blocks that have run dry. Zero before and after
-  int schedule;            // TileOrder of schedule.cuh: how blocks share the query tiles
-  int last_sweep;          // sequence from which on sweeps cover up to 32; batch: none does
+  int* tile_counter;  // [2] next query tile; blocks that have run dry. Zero before and after.
+                      // Config::split: and [slots, warps] parts that have arrived
+  int schedule;       // TileOrder of schedule.cuh: how blocks share the query tiles
+  int last_sweep;     // sequence from which on sweeps cover up to 32; batch: none does
+  // Config::split, fwd_sm90_parts.cuh.
+  float4* workspace;       // [slots, warps, value_dim / 8 + 1, 32]
+  int whole;               // query tiles in front of those that are cut
+  int k_tiles;             // key tiles of each that is cut, on the axis
+  int axis;                // of all of them
+  int span;                // of a piece
   ptx::TensorMap q_map;    // box: columns of a chunk x 64 rows
   ptx::TensorMap k_map;    // box: columns of a chunk x block_n rows
   ptx::TensorMap v_map;    // the same; ragged (rawattn/plan/base.py) where keys have tables

@@ -104,7 +104,7 @@ def flash_attn_func(
     ``k_len == 0`` that is all of them. Where `out` has no element nothing is launched. Scores and
     sums are float32 [1]_ [2]_; the weights are rounded to the dtype of `v` before they meet it.
     Equal calls give equal bits. The same row in another call, with other lengths, another batch or
-    another number of queries, may be summed in another order, and differ in its last bits.
+    another number of queries or heads, may be summed in another order, and differ in its last bits.
 
     Scores are good up to about 1e8 in magnitude, where float32 has steps of 8. Beyond, and where
     ``q @ k.T`` itself exceeds 3.4e38, no error is raised: a row is then rounded coarsely, or comes

@@ -55,10 +55,20 @@ class Call:
     tables: bool  # whether each call checks what tables of lengths, slopes and sinks hold
     neighbours: tuple[Neighbours, ...]  # what each call checks to be apart
 
-    def run(self, views: Arrays) -> None:
+    def workspace(self) -> View | None:
+        """New memory that the call works in, where it needs some."""
+        size = self.plan.workspace_bytes
+        return empty(contiguous((size,), "uint8", self.given.q.device)) if size else None
+
+    def pack(self, views: Arrays, workspace: View | None) -> launch.Packed:
+        """What is left to do once it is known which arrays; on a GPU."""
+        assert self.template is not None
+        return self.template.pack([*addresses(views), workspace.pointer if workspace else 0])
+
+    def run(self, views: Arrays, workspace: View | None) -> None:
         """Fills out and lse."""
         if self.template is not None:
-            self.template.pack(addresses(views))()
+            self.pack(views, workspace)()
         elif not self.plan.problem.empty:
             arrays = Arrays(*(x and x.array for x in views))
             host.run(
@@ -87,12 +97,13 @@ class Prepared:
     def __init__(self, arrays: Fields, options: Fields) -> None:
         self._arrays, self._options = arrays, options
         self._call, self._views = _bind(arrays, Options(*options))
+        self._workspace = self._call.workspace()
         self._result = _result(arrays, Options(*options), self._views)
         self._packed: Callable[[], None] | None = None
         if not self._call.new and not self._call.tables:  # nothing is left but the launch
-            call, views = self._call, self._views
-            pack = call.template and call.template.pack(addresses(views))
-            self._packed = pack or functools.partial(call.run, views)
+            on = self._views, self._workspace
+            run = functools.partial(self._call.run, *on)
+            self._packed = self._call.pack(*on) if self._call.template else run
 
     @property
     def plan(self) -> Plan:
@@ -107,7 +118,7 @@ class Prepared:
     @property
     def workspace_size(self) -> int:
         """Bytes of device memory that the call needs beside its arguments."""
-        return 0
+        return self.plan.workspace_bytes
 
     def run(self) -> Any:
         """The call on the arrays that it was prepared with, and the current stream."""
@@ -119,7 +130,10 @@ class Prepared:
         if packed and all(map(is_, arrays, self._arrays)) and options == self._options:
             packed()
             return self._result
-        return _run(arrays, Options(*options), self)
+        call, views = _bind(arrays, Options(*options))
+        self.check(call, Options(*options))
+        call.run(views, self._workspace)
+        return _result(arrays, Options(*options), views)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """TypeError: what is packed are addresses, and a copy would not be the owner of what lies
@@ -161,7 +175,9 @@ def forward(arrays: Fields, options: Fields, plan: Prepared | Preparer | None, s
         return Prepared(arrays, options)
     if plan is not None:
         raise refused_plan(plan)
-    return _run(arrays, Options(*options))
+    call, views = _bind(arrays, Options(*options))
+    call.run(views, call.workspace())
+    return _result(arrays, Options(*options), views)
 
 
 def refused_stream(stream: Any) -> Exception:
@@ -176,14 +192,6 @@ def refused_plan(plan: Any) -> Exception:
     if isinstance(plan, Prepared):
         return ValueError("plan was prepared for another function")
     return TypeError(f"plan={shown(plan)}: accepted is what rawattn.prepare returns")
-
-
-def _run(arrays: Fields, options: Options, prepared: Prepared | None = None) -> Any:
-    call, views = _bind(arrays, options)
-    if prepared is not None:
-        prepared.check(call, options)
-    call.run(views)
-    return _result(arrays, options, views)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,7 +217,11 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     template = None
     if device is not None:
         scalars = kernel_scalars(specs, problem, scale, softcap)
-        template = launch.Template(chosen, device, scalars, specs._asdict())
+        size = chosen.workspace_bytes
+        workspace = contiguous((size,), "uint8", device) if size else None
+        template = launch.Template(
+            chosen, device, scalars, {**specs._asdict(), "workspace": workspace}
+        )
     return Call(
         plan=chosen,
         given=given,

@@ -53,7 +53,7 @@ def prepare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Prepared
         ValueError. That goes for outputs too: an `out` or `lse` that was given here is given again,
         and where none was, each call makes a new one, and takes none. ``plan.workspace_size`` says
         how many bytes it works in; where the function has an argument `workspace` they may be lent,
-        else they are allocated here.
+        else they are allocated here, and calls with this plan must not run at the same time.
 
     Raises
     ------

@@ -104,6 +104,7 @@ class FwdSm90:
     late_draw: bool  # whether the next query tile is drawn near the end of one, not at its start
     window: bool  # whether rows may begin behind the first key
     scores: bool  # whether softcap or ALiBi steps are compiled in
+    split: bool = False  # whether blocks may share the keys of a query tile: fwd_sm90_parts.cuh
     blocks_per_sm: int = 1
 
     @property
@@ -129,7 +130,13 @@ class FwdSm90:
         q = self.q_buffers * self.block_m * max(self.head_dim, self.value_dim)
         kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
         barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2
-        return -(-(2 * (q + kv) + 8 * barriers + 44) // 1024) * 1024
+        tile = 56 if self.split else 44
+        return -(-(2 * (q + kv) + 8 * barriers + tile) // 1024) * 1024
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the workspace, for out, max and sum of a part of a query tile."""
+        return 128 * self.consumers * 16 * (self.value_dim // 8 + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import rawattn
 from rawattn.device import Device
 from rawattn.plan import Plan, fwd_sm90
-from rawattn.plan.fwd_sm90 import D128, D256, DYNAMIC, SELF, SELF_SHORT, STATIC, TILES
+from rawattn.plan.fwd_sm90 import (
+    D128,
+    D256,
+    DYNAMIC,
+    SELF,
+    SELF_SHORT,
+    SPLIT_TILES,
+    STATIC,
+    TILES,
+)
 from rawattn.problem import Problem
 from rawattn.registry import FwdSm90, FwdSm90Self
 from rawattn.testing import Case, Op, law_empty_rows, law_matches_reference
 from tools.emulator import attention
+from tools.emulator.api import emulated
 
 pytestmark = pytest.mark.emulator
 
@@ -33,11 +45,19 @@ def name(tile: Tile) -> str:
 def op_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op]:
     """The op that one tile computes, with scalars of the launch changed."""
 
-    def make(tile: Tile, **scalars: int) -> Op:
+    def make(tile: Tile, sms: int = 2, **scalars: int) -> Op:
         def plan(p: Problem, device: Device, backend: str | None) -> Plan:
-            launch = fwd_sm90.launch(p, SMALL_H200, fwd_sm90.config_of(p, tile))
+            gpu = replace(SMALL_H200, sms=sms)
+            launch = fwd_sm90.launch(p, gpu, fwd_sm90.config_of(p, tile))
             launch = replace(launch, scalars=tuple((dict(launch.scalars) | scalars).items()))
-            return Plan(problem=p, device=device, backend="fwd_sm90", launches=(launch,))
+            size = launch.workspace_bytes
+            return Plan(
+                problem=p,
+                device=device,
+                backend="fwd_sm90",
+                launches=(launch,),
+                workspace_bytes=size,
+            )
 
         monkeypatch.setattr(attention, "plan", plan)
         return attention.emulator_op()
@@ -118,3 +138,65 @@ def test_orders(op_of: Callable[..., Op], order: int, head_group: int) -> None:
     shape |= {"q_heads": 2, "kv_heads": 2}
     case = Case(q_lens=q_lens, k_lens=k_lens, layout="padded", causal=True, **shape)
     law_matches_reference(op, case)
+
+
+# Query tiles of 4 heads: SMs, queries, keys
+CUTS = {
+    "8 tiles, 5 a round": (5, 2, 500),
+    "fewer tiles than blocks": (11, 1, 900),
+    "a tile in front of them": (3, 1, 300),
+    "no tile left": (2, 1, 150),
+}
+
+
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=name)
+@pytest.mark.parametrize(("sms", "m_blocks", "k_len"), CUTS.values(), ids=CUTS)
+def test_query_tiles_cut_over_keys(
+    op_of: Callable[..., Op], tile: FwdSm90, sms: int, m_blocks: int, k_len: int
+) -> None:
+    """In pieces that end in the middle of one and go on with the next, with a sink."""
+    case = Case(
+        q_lens=(tile.block_m * m_blocks - 30,),
+        k_lens=(k_len,),
+        dtype="float16",
+        q_heads=4,
+        kv_heads=2,
+        head_dim=tile.head_dim - 8,
+        value_dim=tile.value_dim - 16,
+        sink=True,
+    )
+    law_matches_reference(op_of(tile, sms), case)
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=name)
+def test_parts_of_which_nothing_is_seen(
+    op_of: Callable[..., Op], tile: FwdSm90, causal: bool | str
+) -> None:
+    """Under a causal mask, in pieces of one or two key tiles; rows without keys, too."""
+    case = Case(q_lens=(400,), k_lens=(370,), dtype="float16", q_heads=2, kv_heads=1)
+    case = replace(case, head_dim=tile.head_dim, value_dim=tile.value_dim, causal=causal)
+    law_matches_reference(op_of(tile, sms=23), case)
+
+
+def test_calls_that_are_cut_work_in_a_workspace() -> None:
+    """A call makes its own; a prepared one keeps its own, on other arrays too."""
+    rng = np.random.default_rng(0)
+    q, q2 = rng.normal(size=(2, 1, 20, 2, 128)).astype(np.float16)
+    k, v = rng.normal(size=(2, 1, 1500, 2, 128)).astype(np.float16)
+    out = np.empty_like(q)
+    with emulated() as launched:
+        plan = rawattn.prepare(rawattn.flash_attn_func, q, k, v, out=out, causal=True)
+        (launch,) = plan.plan.launches
+        assert launch.config.split and launch.grid == 8
+        assert plan.workspace_size == launch.workspace_bytes == 9 * launch.config.slot_bytes
+        assert plan.run() is out
+        assert np.array_equal(out, rawattn.flash_attn_func(q, k, v, causal=True))
+        got = rawattn.flash_attn_func(q2, k, v, out=out, causal=True, plan=plan)
+        assert np.array_equal(got, rawattn.flash_attn_func(q2, k, v, causal=True))
+        assert launched == ["fwd_sm90"] * 4
+        short = rawattn.prepare(rawattn.flash_attn_func, q, k[:, :300], v[:, :300])
+        assert short.workspace_size == 0
+    assert rawattn.prepare(rawattn.flash_attn_func, q, k, v).workspace_size == 0, "NumPy"
+    want = rawattn.flash_attn_func(q2, k, v, causal=True)
+    assert np.allclose(got, want, atol=2e-3)

@@ -180,6 +180,31 @@ def test_a_graph_replays_with_other_values(cupy: Any, case: Data) -> None:
             assert same(out, want.out) and same(lse, want.lse)
 
 
+def test_a_graph_of_few_queries_and_many_keys(cupy: Any, no_allocation: Any) -> None:
+    """Which Hopper cuts over keys, in a workspace: the plan's, whatever else is called."""
+    rng = np.random.default_rng(0)
+    q, q2, k, v = (
+        cupy.asarray(rng.standard_normal((1, rows, heads, 128), np.float32).astype(np.float16))
+        for rows, heads in ((70, 6), (70, 6), (3000, 3), (3000, 3))
+    )
+    want = [flash_attn_func(x, k, v, causal=True) for x in (q, q2)]
+    out, given = cupy.zeros_like(q), q.copy()
+    plan = prepare(flash_attn_func, given, k, v, causal=True, out=out)
+    assert (plan.workspace_size > 0) == (plan.plan.backend == "fwd_sm90")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with no_allocation():
+            flash_attn_func(given, k, v, causal=True, out=out, plan=plan)
+        graph = stream.end_capture()
+        for x, expected in zip((q, q2), want, strict=True):
+            given[...] = x
+            flash_attn_func(x, k, v, causal=True)
+            graph.launch()
+            assert same(out, expected)
+        stream.synchronize()
+
+
 def test_a_graph_replays_with_other_lengths(cupy: Any, case: Data) -> None:
     q, k, v = (x[0] for x in case.inputs)
     table_q, table_k = cupy.array([0, 70, 70], np.int32), cupy.array([0, 130, 130], np.int32)

@@ -20,6 +20,7 @@ from rawattn.device import Device
 from rawattn.plan import Launch, configs, fwd_sm90, plan
 from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC
 from rawattn.problem import Mask, Problem, Rows, Scores
+from rawattn.registry import FwdSm90
 from rawattn.testing.strategies import plannable
 from tools import emulator
 
@@ -79,8 +80,30 @@ def test_blocks_share_all_query_tiles(
     launch = launch_of(replace(problem, max_q=q_len, max_k=k_len, mask=mask))
     scalars, rows = dict(launch.scalars), launch.config.block_m
     assert (scalars["m_blocks"] - 1) * rows < q_len <= scalars["m_blocks"] * rows
-    tiles = scalars["m_blocks"] * pairs
-    assert launch.grid == (tiles if launch.kernel == "fwd_sm90_self" else min(tiles, H200.sms))
+    tiles, config = scalars["m_blocks"] * pairs, launch.config
+    if getattr(config, "split", False):
+        assert_every_key_tile_has_a_piece(launch, tiles, -(-k_len // config.block_n))
+    else:
+        assert launch.grid == (tiles if launch.kernel == "fwd_sm90_self" else min(tiles, H200.sms))
+
+
+def assert_every_key_tile_has_a_piece(launch: Launch, tiles: int, k_tiles: int) -> None:
+    """The last round's tiles are cut into as many pieces as blocks take; slots are all parts'."""
+    scalars, config = dict(launch.scalars), launch.config
+    left, span = tiles - scalars["whole"], scalars["span"]
+    assert scalars["whole"] % H200.sms == 0 and 0 < left < H200.sms
+    assert scalars["k_tiles"] == k_tiles > span and scalars["axis"] == left * k_tiles
+    pieces = -(-scalars["axis"] // span)
+    assert pieces <= launch.grid == (H200.sms if scalars["whole"] else pieces) <= H200.sms
+    slots = launch.workspace_bytes // config.slot_bytes
+    assert launch.counters == 2 + slots * 4 * config.consumers
+    parts = {  # number of tile and piece of each
+        (tile, position // span)
+        for tile in range(left)
+        for position in range(tile * k_tiles, (tile + 1) * k_tiles)
+    }
+    found = sorted(tile + piece for tile, piece in parts)
+    assert len(set(found)) == len(found) and found[-1] == slots - 1
 
 
 WALK = """
@@ -172,7 +195,14 @@ def test_a_wide_window_gets_the_config_of_none(head_dim: int) -> None:
 def test_tiles_do_not_depend_on_how_wide_a_window_is(head_dim: int, length: int) -> None:
     """Lengths may be smaller than their bounds: it may be wide enough for them."""
     problem = replace(
-        PROBLEM, head_dim=head_dim, value_dim=head_dim, max_q=length, max_k=length, q_heads=4
+        PROBLEM,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        max_q=length,
+        max_k=length,
+        q_heads=4,
+        q_rows=Rows.PACKED,
+        k_rows=Rows.PACKED,
     )
 
     def config(causal: bool, window: tuple[int, int]) -> Any:
@@ -187,17 +217,17 @@ def test_tiles_do_not_depend_on_how_wide_a_window_is(head_dim: int, length: int)
 
 GOLDEN = """
 full     512  64: 64 x 128 self, static, groups of 16
-full    4096  64: 192 x 128, static, groups of 1
-full   16384  64: 192 x 128, static, groups of 1
+full    4096  64: 192 x 128, static, groups of 1, 44 in 128 pieces
+full   16384  64: 192 x 128, static, groups of 1, 112 in 132 pieces
 full     512  96: 128 x 128, static, groups of 1
 full    4096  96: 192 x 112, static, groups of 1
-full   16384  96: 192 x 112, static, groups of 1
+full   16384  96: 192 x 112, static, groups of 1, 90 in 131 pieces
 full     512 128: 128 x 128, static, groups of 1
-full    4096 128: 128 x 128, static, groups of 1
-full   16384 128: 128 x 128, static, groups of 4
+full    4096 128: 128 x 128, static, groups of 1, 68 in 128 pieces
+full   16384 128: 128 x 128, static, groups of 4, 68 in 132 pieces
 full     512 256: 128 x 64, dynamic, groups of 1
-full    4096 256: 128 x 80, dynamic, groups of 1
-full   16384 256: 128 x 80, dynamic, groups of 1
+full    4096 256: 128 x 80, dynamic, groups of 1, 100 in 130 pieces
+full   16384 256: 128 x 80, dynamic, groups of 1, 100 in 132 pieces
 causal   512  64: 64 x 64 self, dynamic, groups of 32
 causal  4096  64: 192 x 128, dynamic, groups of 32
 causal 16384  64: 192 x 128, dynamic, groups of 32
@@ -233,6 +263,9 @@ def test_golden_plans(golden: str) -> None:
     shape = f"{c.block_m} x {c.block_n}" + (" self" if isinstance(c, type(SELF)) else "")
     group, left = scalars["head_group"], problem.batch - scalars["last_sweep"]
     last = f", last of {left * problem.q_heads}" if left else ""
+    if scalars["axis"]:
+        cut, pieces = scalars["axis"] // scalars["k_tiles"], -(-scalars["axis"] // scalars["span"])
+        last += f", {cut} in {pieces} pieces"
     assert golden == f"{mask:6}{length:6}{head_dim:4}: {shape}, {order}, groups of {group}{last}"
 
 
@@ -256,6 +289,39 @@ def test_sweeps_cover_the_queries_of_whole_kv_heads(length: int, left: int, head
         mask=Mask(left=left, right=0),
     )
     assert dict(launch_of(problem).scalars)["head_group"] == heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "cut"),  # query tiles in front of those that are cut; None: none is
+    [
+        ({}, 0),
+        ({"mask": Mask.of("top_left")}, 0),
+        ({"mask": Mask(right=5)}, 0),
+        ({"scores": Scores(sink=True)}, 0),
+        ({"max_q": 512}, None),  # 128 tiles for 132 SMs: pieces of 63 key tiles instead of 64
+        ({"max_q": 512, "max_k": 131072}, 0),
+        ({"max_q": 1024, "q_heads": 20}, 132),
+        ({"max_q": 1152, "q_heads": 20}, None),  # under a mask that hides more: dynamic order
+        ({"max_q": 1152, "q_heads": 20, "mask": Mask()}, 132),
+        ({"max_q": 2112, "q_heads": 8, "mask": Mask()}, 132),
+        ({"max_k": 1024}, 0),
+        ({"max_k": 896}, None),
+        ({"scores": Scores(softcap=True)}, None),
+        ({"mask": Mask(left=4000, right=0)}, None),
+        ({"q_rows": Rows.PACKED}, None),
+        ({"k_rows": Rows.PADDED}, None),
+        ({"head_dim": 192, "value_dim": 192}, None),
+        ({"max_k": 2**30, "q_heads": 96}, None),  # positions of the axis are 32 bits wide
+    ],
+)
+def test_what_is_cut_over_keys(changes: dict[str, Any], cut: int | None) -> None:
+    chunk = replace(PROBLEM, batch=1, q_heads=32, kv_heads=4, max_q=128, max_k=8192, mask=CAUSAL)
+    launch = launch_of(replace(chunk, **changes))
+    scalars, config = dict(launch.scalars), launch.config
+    assert isinstance(config, FwdSm90)
+    assert config.split == (cut is not None)
+    assert not config.split or scalars["whole"] == cut
+    assert config.split == (launch.workspace_bytes > 0) == (scalars["axis"] > 0)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

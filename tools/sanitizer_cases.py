@@ -37,6 +37,11 @@ CASES = (
     Case(q_lens=(65,), k_lens=(65,), head_dim=50, value_dim=34, dtype="float16"),
     Case(q_lens=(65,), k_lens=(65,), head_dim=72, value_dim=80, q_heads=2, memory="unaligned"),
     Case(q_lens=(64,), k_lens=(0,), sink=True),
+    *(  # cut over their keys on Hopper
+        Case(q_lens=(70,), k_lens=(k_len,), head_dim=d, value_dim=dv, q_heads=4, kv_heads=2)
+        for d, dv, k_len in ((64, 64, 1500), (96, 96, 4100), (192, 128, 2100), (256, 256, 1500))
+    ),
+    Case(q_lens=(300,), k_lens=(1500,), head_dim=128, value_dim=128, causal=True),
 )
 FORWARD_BACKENDS = ("fwd_sm80", None)  # what any GPU runs, and what this one would
 KERNEL_SEEDS = range(3)  # of each of tools.cases.CASES

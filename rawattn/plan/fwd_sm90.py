@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rawattn.device import Device
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
@@ -16,6 +17,7 @@ from rawattn.registry import FwdSm90, FwdSm90Self
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
 Tile = TypeVar("Tile", bound=FwdSm90 | FwdSm90Self)
 MAX_TILES = 2**30  # query tiles: kernels count beyond the last
+MAX_AXIS = 2**29  # key tiles of those that are cut, likewise: up to a piece a block
 
 
 def _prototype(
@@ -65,6 +67,12 @@ D192 = _prototype(192, 192, 112, q_buffers=1)
 D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
 D256 = replace(D256_SHORT, block_n=80)
 TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
+# What may cut query tiles over their keys in place of the tile of a problem.
+SPLIT = {
+    tile: replace(D128 if tile is D128_LONG else tile, split=True)
+    for tile in (D64, D96_LONG, D128, D128_LONG, D192_128_LONG, D256)
+}
+SPLIT_TILES = tuple(dict.fromkeys(SPLIT.values()))
 SELF = FwdSm90Self(
     element="bf16",
     head_dim=64,
@@ -86,6 +94,13 @@ SWEEP_BYTES = 16 << 20
 # tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
 # 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
 WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
+# Key tiles that cutting must save a block behind whole tiles, and where there are none. It costs to
+# begin and end another tile, and to add parts, 5 to 16 us. 256 full 2k, 6 saved: 406 us instead of
+# 400; 128 full 2k, 7: 398 and 398; 256 full 4k, 12: 799 and 806; 128 queries on 1024 keys, 6: 15.7
+# and 18.0.
+SAVED, SAVED_ALONE = 8, 6
+# Under a causal mask, at least so many keys a query: tiles see about equally many then.
+EVEN = 8
 
 
 def _ragged(p: Problem) -> bool:
@@ -152,6 +167,54 @@ def _last_sweep(p: Problem, head_group: int) -> int:
     return max(0, p.batch - wide) // narrow * narrow
 
 
+class Cut(NamedTuple):
+    """How query tiles are cut over their keys: cuda/fwd_sm90_parts.cuh, and Params as named."""
+
+    whole: int  # query tiles in front of those that are cut
+    k_tiles: int
+    axis: int
+    span: int
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.axis // self.span)
+
+    @property
+    def slots(self) -> int:
+        """Of the workspace: a part has that of its piece plus its tile, both counted from 0."""
+        return max(0, self.pieces + self.axis // self.k_tiles - 1)
+
+
+def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
+    """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; in
+    fewer, where adding parts, one after the other, would take longer than what each has of keys:
+    128 queries of one head on 128k keys take 78 us in 32 pieces, 141 in 128.
+    """
+    tiles = _m_blocks(p, config) * p.batch * p.q_heads
+    left = tiles % device.sms
+    k_tiles = -(-p.max_k // config.block_n)
+    axis = left * k_tiles
+    return Cut(tiles - left, k_tiles, axis, max(-(-axis // device.sms), math.isqrt(k_tiles), 1))
+
+
+def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
+    """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
+    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
+    if _ragged(p) or scores or _hides(p, p.mask.left):
+        return None
+    chosen = _tile(p)
+    tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
+    if tile is None:
+        return None
+    cut = _cut(p, device, tile)
+    least = SAVED if cut.whole else SAVED_ALONE
+    if cut.k_tiles - cut.span < least or not 0 < cut.axis < MAX_AXIS:
+        return None
+    # Pieces are dealt out as if all tiles saw equally many keys; others fill the last round better.
+    even = _full(p) or (EVEN * p.max_q <= p.max_k and not p.mask.top_left)
+    return tile if even or not cut.whole else None
+
+
 def config_of(p: Problem, tile: Tile) -> Tile:
     """A prototype with the storage type, window and score steps of a problem."""
     scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
@@ -168,6 +231,8 @@ def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
     for tile in TILES:
         yield from _forms(tile)
+    for tile in SPLIT_TILES:
+        yield from (form for form in _forms(tile) if not form.window and not form.scores)
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
@@ -203,7 +268,7 @@ def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
 
 def launches(p: Problem, device: Device) -> tuple[Launch, ...]:
     """One launch, of the kernel and Config for the problem."""
-    tile = _tile(p)
+    tile = _split_tile(p, device) or _tile(p)
     assert tile is not None
     return (launch(p, device, config_of(p, tile)),)
 
@@ -217,17 +282,27 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
     persistent = isinstance(config, FwdSm90)
     # Blocks take turns where tiles are equal; else, and at head_dim 256, whoever is done takes one.
     equal = _full(p) and not _ragged(p) and config.head_dim < 256
+    grid = min(device.sms, m_blocks * pairs) if persistent else m_blocks * pairs
+    cut, counters, workspace_bytes = Cut(m_blocks * pairs, 1, 0, 1), 2, 0
+    if isinstance(config, FwdSm90) and config.split:
+        cut = _cut(p, device, config)
+        grid = device.sms if cut.whole else cut.pieces
+        counters += 4 * config.consumers * cut.slots
+        workspace_bytes = config.slot_bytes * cut.slots
     return Launch(
         kernel="fwd_sm90" if persistent else "fwd_sm90_self",
         config=config,
-        grid=min(device.sms, m_blocks * pairs) if persistent else m_blocks * pairs,
+        grid=grid,
         scalars=(
             ("m_blocks", m_blocks),
             ("head_group", head_group),
             ("last_sweep", _last_sweep(p, head_group) if persistent else p.batch),
             ("schedule", STATIC if equal else DYNAMIC),
+            *cut._asdict().items(),
         ),
         maps=_maps(p, config),
+        counters=counters,
+        workspace_bytes=workspace_bytes,
     )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of paged caches, on NumPy arrays that count as those of a GPU: checks,
-plans, Params and the launches are the GPU's, and the emulator runs the kernels.
+"""The public functions on NumPy arrays that count as those of a GPU: checks, plans, Params and the
+launches are the GPU's, and the emulator runs the kernels.
 
     with emulated("H200", seed=3):
         rawattn.paged_attention_v1(out, query, ...)
@@ -16,7 +16,16 @@ from unittest import mock
 
 import numpy as np
 
-from rawattn import arrays, calls, cascade_call, copy_call, kv_write_call, merge_call, paged_call
+from rawattn import (
+    arrays,
+    calls,
+    cascade_call,
+    copy_call,
+    forward,
+    kv_write_call,
+    merge_call,
+    paged_call,
+)
 from rawattn.arrays import DTYPES, Spec, View
 from rawattn.device import Device
 from rawattn.plan import Plan
@@ -24,9 +33,21 @@ from rawattn.testing.paged_cases import PagedLimits
 from rawattn.testing.paged_laws import PagedOp, with_kvcache
 from tools.emulator.plans import run_launch
 
-READ = ("q", "k", "v", "block_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sink", "pairs")
+READ = (
+    "q",
+    "k",
+    "v",
+    "block_table",
+    "seqused_k",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "alibi_slopes",
+    "sink",
+    "pairs",
+)
 ALIGNMENT = 512  # bytes, of a new array, as CuPy has it
-CACHED = (paged_call, cascade_call, copy_call, kv_write_call, merge_call)  # whose kinds are kept
+# Whose kinds are kept.
+CACHED = (forward, paged_call, cascade_call, copy_call, kv_write_call, merge_call)
 
 
 class Template:
@@ -67,6 +88,7 @@ def _array(spec: Spec, address: int) -> np.ndarray:
     dtype = DTYPES[spec.dtype]
     if 0 in spec.shape:
         return np.zeros(spec.shape, dtype)
+    assert address, f"no memory for {spec}"  # NumPy would make some
     return np.ndarray(spec.shape, dtype, memory, strides=spec.byte_strides)
 
 
@@ -98,8 +120,8 @@ def emulated(device: str = "H200", seed: int = 0) -> Iterator[list[str]]:
     gpu = Device.named(device)
     Template.seed, Template.launched, Template.seen = seed, [], []
     patches = [
-        mock.patch.object(calls, "view", _view),
-        mock.patch.object(calls, "empty", _empty),
+        *(mock.patch.object(m, "view", _view) for m in (calls, forward)),
+        *(mock.patch.object(m, "empty", _empty) for m in (calls, forward)),
         mock.patch.object(calls.launch, "Template", Template),
         mock.patch.object(Device, "current", staticmethod(lambda number=None: gpu)),
         *(

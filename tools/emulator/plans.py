@@ -91,8 +91,8 @@ def run_plan(plan: Plan, arrays: Arrays, scalars: Numbers, seed: int, **options:
 
     Workspace is made here, poisoned, unless it is among the arrays.
     """
-    if plan.workspace_bytes:
-        arrays = {"workspace": np.full(plan.workspace_bytes, 0xFF, np.uint8), **arrays}
+    size = plan.workspace_bytes
+    arrays = {"workspace": np.full(size, 0xFF, np.uint8) if size else None, **arrays}
     for launch in plan.launches:
         run_launch(launch, arrays, scalars, seed, **options)
 
