@@ -28,6 +28,7 @@ SUITES = {
         FWD_SM80,
         FWD_SM90,
         decode_cases.DECODE,
+        decode_cases.PROMPTS,
         decode_cases.MERGE,
         decode_cases.KV_WRITE,
     )

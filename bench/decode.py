@@ -155,8 +155,9 @@ def bind(suite: Suite, case: Case) -> tuple[DecodeTensors, list[Candidate]]:
         name = f"{suite.backend} ({label})"
         found.append(prepared_candidate(suite.backend, name, other, expected))
     peers = peer_candidates([n for n in suite.peers if n not in CEILINGS], case, t, PEERS)
-    read = bandwidth.read_candidate(t.k_cache, t.v_cache)
-    return t, [c for c in (*found, *peers, read) if c is not None]
+    if "read" in suite.peers:
+        peers.append(bandwidth.read_candidate(t.k_cache, t.v_cache))
+    return t, [c for c in (*found, *peers) if c is not None]
 
 
 def readable(p: PagedProblem) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ QUICK = frozenset(
         "32x8-d128-p16-b128-k4096",
         "32x8-d128-p64-b32-k4096",
         "32x8-d128-p16-b8-k8192-q8",
+        "32x8-d128-p16-b4-k4096-q512",
         "32x8-d128-p16-b32-k4096-x",
         "32x8-d128-p16-b128-k4096-fp8",
     }
@@ -110,6 +111,16 @@ def _decode_cases() -> Iterator[Case]:
     yield decode(128, 4096, layout=CacheLayout.X_MAJOR, fp8=True)
 
 
+def _prompt_cases() -> Iterator[Case]:
+    """Chunks of prompts: the last queries of sequences, over all their pages."""
+    for queries, batch, keys in ((128, 16, 4096), (512, 4, 4096), (512, 1, 32768), (2048, 1, 8192)):
+        yield decode(batch, keys, queries=queries)
+    yield decode(4, 4096, queries=512, page=64)
+    yield decode(4, 4096, queries=512, layout=CacheLayout.HND)
+    for size in (64, 256):
+        yield decode(4, 4096, queries=512, size=size)
+
+
 def merge(tokens: int, dtype: str) -> Case:
     """Two states into one, as a prefix and a suffix are merged."""
     return Case(
@@ -145,6 +156,13 @@ DECODE = Suite(
     peers=("fa3", "flashinfer", "flashinfer_cuda", "cudnn_fe", "vllm_v1", "vllm_v2", "read"),
     cases=tuple(_decode_cases()),
     seldom=("cudnn_fe",),
+)
+PROMPTS = Suite(
+    name="prompts",
+    op="decode",
+    backend="fwd_sm90_paged",
+    peers=("fa3", "flashinfer"),
+    cases=tuple(_prompt_cases()),
 )
 MERGE = Suite(
     name="merge",

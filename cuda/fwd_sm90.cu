@@ -135,6 +135,9 @@ __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& sm
 // Brings Q, K and V. One thread.
 template <class C>
 struct FwdSm90Copies {
+  using Params = FwdSm90Params;
+  static constexpr int kWarps = 1;    // that copy
+  static constexpr int kReaders = 1;  // threads that release descriptions of tiles
   using Smem = FwdSm90Smem<C>;
   using Q = typename FwdSm90Warpgroup<C>::Q;
   const FwdSm90Params& p;
@@ -146,7 +149,8 @@ struct FwdSm90Copies {
       : p(params), smem(shared) {}
 
   // V is one key tile behind K, also from one query tile to the next.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(int) {
+    if (threadIdx.x % 32 != 0) return;
     FwdSm90Tile behind = {};
     Ring<kTileSlots> tiles;
     for (FwdSm90Tile t = next_tile(smem, tiles); t.first < t.last; t = next_tile(smem, tiles)) {
@@ -436,8 +440,8 @@ struct FwdSm90Consumer {
 
 // ---- The kernel ----
 
-template <class C>
-__device__ __forceinline__ void fwd_sm90(const FwdSm90Params& p) {
+template <class C, class Copies = FwdSm90Copies<C>>
+__device__ __forceinline__ void fwd_sm90(const typename Copies::Params& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   FwdSm90Smem<C>& smem = *reinterpret_cast<FwdSm90Smem<C>*>(smem_bytes);
   static_assert(
@@ -452,7 +456,7 @@ __device__ __forceinline__ void fwd_sm90(const FwdSm90Params& p) {
     smem.k_ring.init(1, C::consumers);
     smem.v_ring.init(1, C::consumers);
     // read by the warps of the consumers, by who copies, and by who stores
-    smem.tile_ring.init(1, 128 * C::consumers + C::q_buffers);
+    smem.tile_ring.init(1, 128 * C::consumers + Copies::kReaders + (C::q_buffers > 1));
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&p.q_map);
     ptx::prefetch_tensormap(&p.k_map);
@@ -463,8 +467,8 @@ __device__ __forceinline__ void fwd_sm90(const FwdSm90Params& p) {
   if (warpgroup == C::consumers) {
     ptx::setmaxnreg_dec<C::producer_registers>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
-    if (warp == 0) {
-      if (threadIdx.x % 32 == 0) FwdSm90Copies<C>(p, smem).run();
+    if (warp == 0 || (Copies::kWarps > 1 && warp == 3)) {
+      Copies(p, smem).run(warp);
     } else if (warp == 1) {
       schedule(p, smem);
     } else if (C::q_buffers > 1 && warp == 2) {

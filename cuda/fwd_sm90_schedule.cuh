@@ -17,7 +17,7 @@ struct StoredSequence : Sequence {
 };
 
 // sequence(), but that all is read before any of it is waited for.
-__device__ __forceinline__ StoredSequence stored_sequence(const FwdParams& p, int batch) {
+__device__ __forceinline__ StoredSequence stored_sequence(const FwdSm90Params& p, int batch) {
   int q_first = 0, q_end = p.q_len, k_first = 0, k_end = p.k_len, k_used = 0x7fffffff;
   if (p.cu_seqlens_q != nullptr) {
     q_first = p.cu_seqlens_q[batch];
@@ -27,7 +27,7 @@ __device__ __forceinline__ StoredSequence stored_sequence(const FwdParams& p, in
     k_first = p.cu_seqlens_k[batch];
     k_end = p.cu_seqlens_k[batch + 1];
   }
-  if (p.seqused_k != nullptr) k_used = p.seqused_k[batch];
+  if (p.seqused_k != nullptr) k_used = p.seqused_k[batch] + p.new_k;
   return {{q_end - q_first, max(0, min(k_end - k_first, k_used))}, q_first, k_first};
 }
 

@@ -2,7 +2,7 @@
 // Every by-value parameter struct, but for those in params_cache.cuh. rawattn/registry.py reads
 // both files: they are the only definition of their layout. One field a line, `type name;`, shape
 // or unit beside it. Strides count elements. A null pointer is an absent tensor. A struct may
-// inherit another one, which inherits none.
+// inherit another one.
 #pragma once
 
 #include "tensor_map.cuh"
@@ -56,6 +56,7 @@ struct FwdSm90Params : FwdParams {
                       // Config::split: and [slots, warps] parts that have arrived
   int schedule;       // TileOrder of schedule.cuh: how blocks share the query tiles
   int last_sweep;     // sequence from which on sweeps cover up to 32; batch: none does
+  int new_k;          // keys of every sequence that seqused_k does not count
   // Config::split, fwd_sm90_parts.cuh.
   float4* workspace;       // [slots, warps, value_dim / 8 + 1, 32]
   int whole;               // query tiles in front of those that are cut
@@ -66,6 +67,15 @@ struct FwdSm90Params : FwdParams {
   ptx::TensorMap k_map;    // box: columns of a chunk x block_n rows
   ptx::TensorMap v_map;    // the same; ragged (rawattn/plan/base.py) where keys have tables
   ptx::TensorMap out_map;  // box: columns of a chunk x 64 rows; ragged where packed
+};
+
+// fwd_sm90_paged: k and v are a cache of pages, which stand where sequences did in shapes, strides
+// and maps; boxes of k_map and v_map are 16 tokens.
+struct FwdSm90PagedParams : FwdSm90Params {
+  const int* block_table;  // [batch, max_blocks] pages of each sequence
+  long long stride_table;
+  int page;       // tokens, a multiple of 16, or all that a sequence may have
+  int page_rows;  // rows of v_map from a page to the next
 };
 
 // Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the

@@ -53,22 +53,28 @@ struct alignas(1024) SwizzledTile {
     return ptx::shared_address(data[col / kChunk]) + (offset ^ (offset >> 7 & kMask) << 4);
   }
 
-  // Rows from `row` on of (head, batch). One thread; `barrier` expects sizeof(data) bytes.
+  // Where a row of a chunk begins; 8 rows make a pattern.
+  __device__ __forceinline__ unsigned row_address(int chunk, int row) const {
+    return ptx::shared_address(data[chunk]) + row * kRowBytes;
+  }
+
+  // Rows from `row` on of (head, batch), as many as a box of the map has, to the tile's rows from
+  // `to` on. One thread; `barrier` expects their bytes.
   __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int row,
-                                       int head, int batch) const {
+                                       int head, int batch, int to = 0) const {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      ptx::tma_load_4d(ptx::shared_address(data[c]), &map, barrier, c * kChunk, row, head, batch);
+      ptx::tma_load_4d(row_address(c, to), &map, barrier, c * kChunk, row, head, batch);
     }
   }
   // The same from a ragged map: rows from `row` on of a sequence of `len` rows that starts at
   // `first`.
   __device__ __forceinline__ void load_ragged(const ptx::TensorMap& map, unsigned barrier, int row,
-                                              int head, int first, int len) const {
+                                              int head, int first, int len, int to = 0) const {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      ptx::tma_load_5d(ptx::shared_address(data[c]), &map, barrier, c * kChunk, kRagged - len + row,
-                       head, kRagged, first + len);
+      ptx::tma_load_5d(row_address(c, to), &map, barrier, c * kChunk, kRagged - len + row, head,
+                       kRagged, first + len);
     }
   }
   // One thread; part of a bulk group. Clipped to the map.

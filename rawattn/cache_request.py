@@ -15,6 +15,7 @@ from rawattn.paged_problem import Scale
 from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect, widest
+from rawattn.tensor_map import describable
 
 CACHE_DTYPES = {  # kv_cache_dtype: dtype
     "fp8": "float8_e4m3fn",
@@ -184,6 +185,30 @@ def cache_of(
 def _axes(layout: CacheLayout) -> tuple[int, int, int]:
     """Of blocks, tokens and heads, in a cache that is not x-major."""
     return (0, 1, 2) if layout is CacheLayout.NHD else (0, 2, 1)
+
+
+def as_rows(cache: Spec, layout: CacheLayout) -> Spec:
+    """A cache that is not x-major as (blocks, page, kv_heads, head size)."""
+    order = *_axes(layout), 3
+    shape, strides = (tuple(x[axis] for axis in order) for x in (cache.shape, cache.byte_strides))
+    return cache._replace(shape=shape, byte_strides=strides)
+
+
+def tensor_maps(cache: Cache, rows: Sequence[Spec | None], caches: Sequence[Spec]) -> bool:
+    """Whether tensor maps can describe q and out, and caches that are not x-major: their tokens
+    also as those of one sequence, of all blocks.
+    """
+    if cache.layout is not CacheLayout.X_MAJOR:
+        tokens = [as_rows(x, cache.layout) for x in caches]
+        if not all(describable(x, ragged=True) and _countable(x) for x in tokens):
+            return False
+    return all(x is None or describable(x) for x in rows)
+
+
+def _countable(cache: Spec) -> bool:
+    """Whether the tokens of all blocks are places of a tensor map."""
+    block, token = cache.steps[:2]
+    return cache.shape[0] * block < MAX_LENGTH * max(1, token)
 
 
 def _cache_dtype(name: str, spec: Spec, dtype: str, kv_cache_dtype: str) -> str:

@@ -25,7 +25,16 @@ from rawattn.calls import (
 )
 from rawattn.device import Device
 from rawattn.merge_call import MergeOptions, States, merge_problem, merge_scalars
-from rawattn.paged_call import LSE, OUT, PARAMS, WORKSPACE, Request, accepted, paged_result, scalars
+from rawattn.paged_call import (
+    LSE,
+    OUT,
+    PARAMS,
+    WORKSPACE,
+    Request,
+    accepted,
+    add_attention,
+    paged_result,
+)
 from rawattn.paged_call import operation as paged_operation
 from rawattn.paged_host import scale
 from rawattn.paged_problem import PagedProblem, Scale
@@ -225,7 +234,7 @@ def _steps(request: Request, joined: Joined, plans: list[Plan], device: int) -> 
             "out": Ref(_as(out, step["q"]), out.place),
             "lse": Ref(_lse_as(lse, step["q"]), lse.place),
         }
-        made.add(plan, scalars(request, plan.problem, step, added), step)
+        add_attention(made, plan, request, step, added)
     names = ("first", "others", "first_lse", "others_lse")
     merged = dict(zip(names, (*outs, *lses), strict=True))
     made.add(

@@ -314,6 +314,7 @@ def kernel_scalars(
         "value_dim": problem.value_dim,
         "q_len": 0 if packed_q else specs.q.shape[1],
         "k_len": 0 if packed_k else specs.k.shape[1],
+        "new_k": 0,
         "copy_bytes": problem.copy_bytes,
         "window_left": problem.mask.left,
         "window_right": problem.mask.right,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import paged_host
+from rawattn import paged_host, paged_prompt
 from rawattn.arrays import (
     DTYPES,
     Spec,
@@ -259,11 +259,35 @@ def _steps(request: Request, plans: list[Plan], device: int) -> Steps:
         _add_sequences(made, request, plans[-2], arrays)
         new_k = 0
     params = {name: arrays[name] for name in PagedArrays._fields[:PARAMS]}
-    found = scalars(request, request.problem, params, new_k)
-    if request.problem.leftpad and request.cache.page > 1:  # every token begins a page
-        found |= {f"stride_{x}_block": found[f"stride_{x}_token"] for x in "kv"}
-    made.add(plans[-1], found, params)
+    add_attention(made, plans[-1], request, params, new_k)
     return made
+
+
+def add_attention(
+    made: Steps, plan: Plan, request: Request, arrays: Mapping[str, Ref], new_k: int
+) -> None:
+    """The step of a plan for all of the request or a part of it, on `arrays`, the pointers of
+    PagedParams. Sequences have `new_k` keys more than is said.
+    """
+    problem, options = plan.problem, request.options
+    if plan.backend == paged_plan.PROMPTS.name:
+        named = paged_prompt.arrays_of(problem, arrays)
+        scale = softmax_scale(options, problem)
+        found = paged_prompt.scalars_of(
+            problem, named, scale=scale, softcap=options.softcap, new_k=new_k
+        )
+        made.add(plan, found, named)
+        return
+    found = scalars(request, problem, arrays, new_k)
+    if problem.leftpad and request.cache.page > 1:  # every token begins a page
+        found |= {f"stride_{x}_block": found[f"stride_{x}_token"] for x in "kv"}
+    made.add(plan, found, arrays)
+
+
+def softmax_scale(options: PagedOptions, problem: PagedProblem) -> float:
+    """What the caller says, or by the head size."""
+    scale = options.softmax_scale
+    return problem.head_dim**-0.5 if scale is None else scale
 
 
 def _constants(request: Request, device: int) -> dict[str, View]:
@@ -335,8 +359,7 @@ def scalars(
     `arrays` are those of a step of the request, which solves `problem`.
     """
     options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
-    scale = options.softmax_scale
-    scale = problem.head_dim**-0.5 if scale is None else scale
+    scale = softmax_scale(options, problem)
     q, out = specs["q"], specs["out"]
     assert q is not None and out is not None
     lse_batch, lse_head, _ = _strides(specs["lse"], 3)

@@ -92,6 +92,10 @@ class PagedProblem:
     # every row of q and out, and every token (x-major: every page) of the caches, starts on, and is
     # a multiple of, this many bytes; 16 allows wide copies and TMA
     copy_bytes: int = 16
+    # whether tensor maps can describe q, out and the caches, where copy_bytes is 16, values also as
+    # rows, a whole number of tokens from a page to the next
+    tma: bool = True
+    packed_q: int = 0  # rows of all packed queries
 
     @property
     def group(self) -> int:
@@ -102,6 +106,11 @@ class PagedProblem:
     def rows(self) -> int:
         """Rows, (query, head of a group), that share the keys of one sequence and KV head."""
         return self.max_q * self.group
+
+    @property
+    def queries(self) -> int:
+        """Of all sequences; bounds them."""
+        return self.packed_q if self.q_rows is Rows.PACKED else self.batch * self.max_q
 
     @property
     def one_position(self) -> bool:

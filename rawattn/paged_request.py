@@ -21,6 +21,7 @@ from rawattn.cache_request import (
     copy_width,
     natural,
     scale_of,
+    tensor_maps,
 )
 from rawattn.paged_problem import PARTITION, PagedProblem, PageTable
 from rawattn.problem import (
@@ -201,6 +202,8 @@ def problem_of(
             (specs.k_cache, specs.v_cache),
             (q, specs.out or _row_like(q, cache.value_dim)),
         ),
+        packed_q=q.shape[0] if q_rows is Rows.PACKED else 0,
+        tma=tensor_maps(cache, (q, specs.out), (specs.k_cache, specs.v_cache)),
     )
     _check_scratch(names, specs, problem)
     return problem, cache

@@ -277,6 +277,13 @@ _TABLE = (
         params="FwdSm90Params",
         architectures=HOPPER,
     ),
+    Kernel(
+        name="fwd_sm90_paged",
+        source="fwd_sm90_paged.cu",
+        config=FwdSm90,
+        params="FwdSm90PagedParams",
+        architectures=HOPPER,
+    ),
     Kernel(name="kv_write", source="kv_write.cu", config=KvWrite, params="KvWriteParams"),
     Kernel(name="rotary", source="kv_write.cu", config=Rotary, params="RotaryParams"),
     Kernel(name="sequences", source="kv_write.cu", config=Sequences, params="SequencesParams"),

@@ -27,7 +27,7 @@ from bench import (
     merge,
 )
 from bench.cases import SUITES
-from bench.decode_cases import DECODE, KV_WRITE, MERGE
+from bench.decode_cases import DECODE, KV_WRITE, MERGE, PROMPTS
 from bench.decode_cases import decode as decode_case
 from bench.decode_cases import kv_write as kv_write_case
 from bench.decode_cases import merge as merge_case
@@ -54,7 +54,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_suites_are_registered_and_their_ids_are_unique() -> None:
-    for suite in (DECODE, MERGE, KV_WRITE):
+    for suite in (DECODE, PROMPTS, MERGE, KV_WRITE):
         assert SUITES[suite.name] is suite
         assert len({case.id for case in suite.cases}) == len(suite.cases)
         assert suite.select(None, True)
@@ -103,7 +103,7 @@ def test_bytes_of_a_row_are_the_cache_and_the_queries() -> None:
 
 
 def test_ours_takes_every_case_and_its_twins() -> None:
-    for suite in (DECODE, MERGE, KV_WRITE):
+    for suite in (DECODE, PROMPTS, MERGE, KV_WRITE):
         for case in suite.cases:
             backends = [plan.backend for plan in ahead._plans(suite, case, H200)]
             others = decode.variants(suite.backend, case.problem) if suite is DECODE else []

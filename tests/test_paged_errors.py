@@ -80,7 +80,7 @@ BAD_VLLM: Bad = [
     ({"out": zeros(2, 4, 8)}, VALUE, "out has shape (2, 4, 8): accepted is (2, 4, 16)"),
     ({"out": zeros(2, 4, 16, dtype=F16)}, TYPE, "out has dtype float16: accepted is float32"),
     ({"stream": 3}, VALUE, "stream=3: with NumPy arrays accepted is None"),
-    ({"backend": "fast"}, VALUE, "backend='fast': accepted are decode_split, paged_v2, paged_v1,"),
+    ({"backend": "fast"}, VALUE, "backend='fast': accepted are decode_split, fwd_sm90_paged,"),
     ({"backend": "paged_v1"}, rawattn.Unsupported, "paged_v1: needs CUDA arrays, found NumPy"),
     ({"backend": 1}, TYPE, "backend=1: accepted are None and the name of a backend"),
     ({"plan": "fast"}, TYPE, "plan='fast': accepted is what rawattn.prepare returns"),

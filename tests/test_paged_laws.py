@@ -25,7 +25,21 @@ from rawattn.testing.paged_laws import (
 from rawattn.testing.paged_strategies import paged_cases
 from tools.emulator.api import paged_emulator_op
 
+PROMPTS = PagedLimits(
+    dtypes=("float16", "bfloat16"),
+    cache_dtypes=("same",),
+    layouts=("NHD", "HND"),
+    pages=(16, 32, 48, 64, 128, 256, 544),
+    tables=("block_table", "rows"),
+    leftpad=(False,),
+    splits=(0,),
+    tree=(False,),
+)
 ONE_QUERY = PagedLimits(layouts=("x-major",), packed=(False,), max_q=1, tree=(False,))
+
+
+def prompts() -> PagedOp:
+    return replace(paged_op("cupy", "fwd_sm90_paged"), limits=PROMPTS)
 
 
 # Executors, and their share of the profile's examples.
@@ -33,6 +47,7 @@ EXECUTORS: dict[str, tuple[Callable[[], PagedOp], float]] = {
     "reference": (lambda: paged_op("numpy"), 0.25),
     "emulator": (paged_emulator_op, 0.06),
     "cuda": (lambda: paged_op("cupy"), 1.0),
+    "cuda fwd_sm90_paged": (prompts, 0.5),
     "cuda paged_v1": (lambda: paged_op("cupy", "paged_v1"), 0.5),
     "cuda paged_v2": (lambda: paged_op("cupy", "paged_v2"), 0.5),
 }

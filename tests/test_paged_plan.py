@@ -26,7 +26,13 @@ DECODE = decode_problem(layout=CacheLayout.X_MAJOR)
 
 
 def test_the_first_that_takes_it() -> None:
-    assert [b.name for b in BACKENDS] == ["decode_split", "paged_v2", "paged_v1", "reference"]
+    assert [b.name for b in BACKENDS] == [
+        "decode_split",
+        "fwd_sm90_paged",
+        "paged_v2",
+        "paged_v1",
+        "reference",
+    ]
     assert plan(DECODE, H200).backend == "decode_split"
     sparse = plan(replace(DECODE, block_sparse=True), H200)
     assert sparse.backend == "paged_v2" and sparse.why[0].startswith("decode_split: block-sparse")

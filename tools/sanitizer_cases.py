@@ -62,6 +62,15 @@ PAGED_CASES = (
         )
     ),
     *(
+        ("fwd_sm90_paged", dataclasses.replace(DECODE, **{"value_dim": 128, **changes}))
+        for changes in (
+            {"q_lens": (140, 1, 33), "k_lens": (700, 5, 33), "packed": True, "causal": True},
+            {"q_lens": (9, 9, 9), "layout": "HND", "page": 48, "window": (90, 0), "sink": True},
+            {"q_lens": (70, 70, 70), "head_dim": 256, "value_dim": 200, "softcap": 20.0},
+            {"q_lens": (8, 8, 8), "k_lens": (700, 8, 33), "new": 8, "memory": "gaps"},
+        )
+    ),
+    *(
         ("decode_split", dataclasses.replace(DECODE, **{"value_dim": 128, **changes}))
         for changes in (
             {},

@@ -50,7 +50,7 @@ PAGED = PagedProblem(
     max_q=1,
     max_k=128,
     page=16,
-    layout=CacheLayout.X_MAJOR,
+    layout=CacheLayout.NHD,
 )
 WRITE = KvWriteProblem(
     dtype="bfloat16",

@@ -221,7 +221,7 @@ def config_of(p: Problem, tile: Tile) -> Tile:
     return replace(tile, element=ELEMENTS[p.dtype], window=_hides(p, p.mask.left), scores=scores)
 
 
-def _forms(tile: Tile) -> Iterator[Tile]:
+def forms(tile: Tile) -> Iterator[Tile]:
     """All that `config_of` makes of a prototype."""
     for element, window, scores in itertools.product(ELEMENTS.values(), *((False, True),) * 2):
         yield replace(tile, element=element, window=window, scores=scores)
@@ -230,15 +230,15 @@ def _forms(tile: Tile) -> Iterator[Tile]:
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
     for tile in TILES:
-        yield from _forms(tile)
+        yield from forms(tile)
     for tile in SPLIT_TILES:
-        yield from (form for form in _forms(tile) if not form.window and not form.scores)
+        yield from (form for form in forms(tile) if not form.window and not form.scores)
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
     """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
     for tile in (SELF, SELF_SHORT):
-        yield from _forms(tile)
+        yield from forms(tile)
 
 
 def refuses(p: Problem, device: Device) -> str | None:
@@ -256,10 +256,13 @@ def refuses(p: Problem, device: Device) -> str | None:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
     if p.max_k == 0:
         return "no keys: takes at least one"
+    return refuses_tiles(p, tile)
+
+
+def refuses_tiles(p: Problem, tile: FwdSm90 | FwdSm90Self) -> str | None:
+    """Whether there are too many query tiles."""
     tiles = _m_blocks(p, tile) * p.batch * p.q_heads
-    if tiles > MAX_TILES:
-        return f"{tiles} query tiles: takes up to {MAX_TILES}"
-    return None
+    return f"{tiles} query tiles: takes up to {MAX_TILES}" if tiles > MAX_TILES else None
 
 
 def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
@@ -306,11 +309,16 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
     )
 
 
+def chunk_of(columns: int) -> int:
+    """Columns of a chunk of a SwizzledTile, cuda/tile_sm90.cuh."""
+    return 64 if columns % 64 == 0 else 32
+
+
 def _maps(p: Problem, config: FwdSm90 | FwdSm90Self) -> tuple[TensorMap, ...]:
     """Boxes are chunks of a SwizzledTile, cuda/tile_sm90.cuh."""
 
     def one(name: str, cols: int, rows: int, *, ragged: bool = False) -> TensorMap:
-        chunk = 64 if cols % 64 == 0 else 32
+        chunk = chunk_of(cols)
         return TensorMap(
             field=f"{name}_map",
             array=name,

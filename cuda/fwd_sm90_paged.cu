@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward for Hopper over a paged cache (vLLM's PagedAttention), where sequences have so many
+// queries that products take the time: fwd_sm90.cu with other copies of keys and values.
+//
+// Grid, warps, numerics: as fwd_sm90.cu, but that one warp brings Q and K, and another one V.
+// Copies: a tile of block_n keys is boxes of 16 tokens, which cross no page. Each lane has one of
+//   them, reads its page id while the tile before is copied, and starts its copy. Behind the end
+//   of a sequence there are zeros, whatever its page holds, and page ids are not read.
+#include "fwd_sm90.cu"
+
+template <class C>
+using FwdSm90PagedSmem = FwdSm90Smem<C>;
+
+// The lanes of a warp.
+template <class C>
+struct FwdSm90PagedCopies {
+  using Params = FwdSm90PagedParams;
+  // A copy of 16 tokens takes a warp 50 cycles: one warp for all took a quarter longer than copies
+  // of whole tiles (H200, 2026-11-30).
+  static constexpr int kWarps = 2;
+  static constexpr int kReaders = 64;
+  using Smem = FwdSm90Smem<C>;
+  using Q = typename FwdSm90Warpgroup<C>::Q;
+  static constexpr int kBox = 16;
+  static constexpr int kBoxes = C::block_n / kBox;
+  static_assert(C::block_n % kBox == 0 && kBoxes <= 32, "a lane for each box");
+  // The lane's part of a key tile.
+  struct Box {
+    int page;   // -1: none
+    int token;  // of the page
+    int valid;  // tokens, of 16, that the sequence has
+  };
+  const Params& p;
+  Smem& smem;
+  Ring<C::stages> ring;  // of K, or of V
+  Ring<C::q_buffers> q;
+
+  __device__ __forceinline__ FwdSm90PagedCopies(const Params& params, Smem& shared)
+      : p(params), smem(shared) {}
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+  __device__ __forceinline__ void run(int warp) {
+    if (warp == 0) {
+      run<false>();
+    } else {
+      run<true>();
+    }
+  }
+
+  template <bool kValues>
+  __device__ __forceinline__ void run() {
+    Ring<kTileSlots> tiles;
+    for (FwdSm90Tile t = next_tile(smem, tiles); t.first < t.last; t = next_tile(smem, tiles)) {
+      const int draw_at =
+          C::late_draw && !kValues ? min(t.first + kDrawAhead, t.last - 1) : t.last - 1;
+      Box next = box(t, t.last - 1);
+      for (int n = t.last - 1; n >= t.first; --n) {
+        if (n == draw_at) release_tile(smem, tiles);
+        const Box now = next;
+        if (n > t.first) next = box(t, n - 1);
+        if constexpr (kValues) {
+          load_v(t, now);
+        } else {
+          load_k(t, now);
+          if (n == t.last - 1) load_q(t);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ Box box(const FwdSm90Tile& t, int n) const {
+    const int token = n * C::block_n + kBox * lane();
+    const int valid = lane() < kBoxes ? min(max(t.k_len - token, 0), kBox) : 0;
+    const int page = static_cast<unsigned>(token) / static_cast<unsigned>(p.page);
+    const int* table = p.block_table + t.batch * p.stride_table;
+    return {valid > 0 ? __ldg(table + page) : -1, token - page * p.page, valid};
+  }
+
+  __device__ __forceinline__ void load_q(const FwdSm90Tile& t) {
+    const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
+    for (int w = 0; w < C::consumers; ++w) {
+      const unsigned full = expect(smem.q_ring[w], q, sizeof(Q));
+      if (lane() == 0) {
+        smem.q[q.slot][w].load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
+      }
+    }
+    q.advance();
+  }
+  __device__ __forceinline__ void load_k(const FwdSm90Tile& t, const Box& box) {
+    const auto& slot = smem.k[ring.slot];
+    const unsigned full = expect(smem.k_ring, ring, sizeof(slot));
+    if (lane() < kBoxes) {  // no page: zeros
+      slot.load(p.k_map, full, box.token, t.kv_head, box.page, kBox * lane());
+    }
+    ring.advance();
+  }
+  __device__ __forceinline__ void load_v(const FwdSm90Tile& t, const Box& box) {
+    const auto& slot = smem.v[ring.slot];
+    const unsigned full = expect(smem.v_ring, ring, sizeof(slot));
+    if (lane() < kBoxes) {
+      const int first = max(box.page, 0) * p.page_rows + box.token;
+      slot.load_ragged(p.v_map, full, 0, t.kv_head, first, box.valid, kBox * lane());
+    }
+    ring.advance();
+  }
+
+  // Waits for a free slot, and says how many bytes come; the barrier at which they arrive.
+  template <int kSlots>
+  static __device__ __forceinline__ unsigned expect(RingBarriers<kSlots>& barriers,
+                                                    const Ring<kSlots>& at, int bytes) {
+    wait(barriers.empty[at.slot], at.parity ^ 1);
+    const unsigned full = ptx::shared_address(&barriers.full[at.slot]);
+    if (lane() == 0) ptx::mbarrier_arrive_expect_tx(full, bytes);
+    __syncwarp();
+    return full;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void fwd_sm90_paged(const FwdSm90PagedParams& p) {
+  fwd_sm90<C, FwdSm90PagedCopies<C>>(p);
+}

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call over a paged cache as ``fwd_sm90_paged`` takes it: that of a dense one, with a page of the
+cache where a sequence would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rawattn.cache_request import as_rows
+from rawattn.calls import ABSENT, Ref
+from rawattn.forward import kernel_scalars
+from rawattn.paged_problem import PagedProblem
+from rawattn.plan.fwd_sm90_paged import twin
+from rawattn.request import Arrays
+
+
+def arrays_of(problem: PagedProblem, arrays: Mapping[str, Ref]) -> dict[str, Ref]:
+    """The pointers of FwdSm90PagedParams, from those of PagedParams."""
+    found = {name: arrays[name] for name in (*Arrays._fields, "block_table") if name in arrays}
+    for x in "kv":
+        cache = arrays[f"{x}_cache"]
+        assert cache.spec is not None
+        found[x] = cache._replace(spec=as_rows(cache.spec, problem.layout))
+    return {**found, "cu_seqlens_k": ABSENT}
+
+
+def scalars_of(
+    problem: PagedProblem, arrays: Mapping[str, Ref], *, scale: float, softcap: float, new_k: int
+) -> dict[str, float]:
+    """The fields that neither hold an address nor are the plan's to decide; of `arrays_of`."""
+    specs = Arrays(**{name: arrays[name].spec for name in Arrays._fields})
+    table = arrays["block_table"].spec
+    assert table is not None
+    v_page, v_token = specs.v.steps[:2]
+    return {
+        **kernel_scalars(specs, twin(problem), scale, softcap),
+        "k_len": problem.max_k,
+        "stride_table": table.steps[0],
+        "page": problem.page,
+        "page_rows": v_page // v_token if v_token else 0,
+        "new_k": new_k,
+    }

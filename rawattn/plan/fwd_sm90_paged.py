@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of ``cuda/fwd_sm90_paged.cu``: many queries a sequence over a paged cache; prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rawattn.device import Device
+from rawattn.paged_problem import PagedProblem, PageTable, Scale
+from rawattn.plan import fwd_sm90
+from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
+from rawattn.plan.decode_sm90 import BOX
+from rawattn.problem import MAX_LENGTH, CacheLayout, Problem, Rows
+from rawattn.registry import FwdSm90
+
+TILES = (
+    fwd_sm90.D64,
+    fwd_sm90.D96,
+    fwd_sm90.D128,
+    fwd_sm90.D192_128_LONG,
+    fwd_sm90.D192,
+    fwd_sm90.D256,
+)
+# What 64 rows of decode_sm90 take a block, as a multiple of what a query tile takes one. H200, us,
+# decode_sm90 / this, 32 / 8 heads of 128, 4 k keys: 1 x 256 queries 47 / 54, 1 x 512 95 / 56, 4 x
+# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216.
+DECODE_ROWS, DECODE_COST = 64, 0.92
+
+
+def twin(p: PagedProblem) -> Problem:
+    """The same over rows: a sequence has as many keys as `seqused_k` says."""
+    return Problem(
+        dtype=p.dtype,
+        batch=p.batch,
+        q_heads=p.q_heads,
+        kv_heads=p.kv_heads,
+        head_dim=p.head_dim,
+        value_dim=p.value_dim,
+        max_q=p.max_q,
+        max_k=p.max_k,
+        q_rows=p.q_rows,
+        k_rows=Rows.PADDED,
+        mask=p.mask,
+        scores=p.scores,
+        copy_bytes=p.copy_bytes,
+        tma=p.tma,
+    )
+
+
+def _tile(p: PagedProblem) -> FwdSm90 | None:
+    fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
+    return next(fits, None)
+
+
+def configs(arch: str) -> Iterator[FwdSm90]:
+    """Every Config that `launches` can choose on `arch`."""
+    for tile in TILES:
+        yield from fwd_sm90.forms(tile)
+
+
+def refuses(p: PagedProblem, device: Device) -> str | None:
+    """Why the kernel does not take a problem; None: it does."""
+    if reason := refuses_device("fwd_sm90_paged", device):
+        return reason
+    if p.dtype not in ELEMENTS or p.cache_dtype != p.dtype:
+        return f"{p.dtype} over a cache of {p.cache_dtype}: takes {' and '.join(ELEMENTS)} alone"
+    if p.layout is CacheLayout.X_MAJOR:
+        return "x-major cache: takes NHD and HND"
+    if p.page % BOX and p.max_k > p.page:  # copies cross no page
+        return f"pages of {p.page} tokens: takes multiples of {BOX}"
+    if p.table is not PageTable.DENSE or p.leftpad:
+        return "takes pages of a block table"
+    if p.tree or p.block_sparse or p.split:
+        return "takes no trees of drafts, no block-sparse attention and no fixed split"
+    if p.k_scale is not Scale.NONE or p.v_scale is not Scale.NONE:
+        return "scales of keys and values: takes none"
+    if p.mask.top_left and not p.mask.trivial:
+        return "a mask aligned to the top left: takes the bottom right"
+    tile = _tile(p)
+    if tile is None:
+        return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
+    if p.copy_bytes < 16 or not p.tma:
+        return "strides: takes rows that are 16-byte aligned and that a tensor map can describe"
+    if max(p.max_q, p.max_k) > MAX_LENGTH:
+        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
+    if p.max_k == 0:
+        return "no keys: takes at least one"
+    return fwd_sm90.refuses_tiles(twin(p), tile)
+
+
+def pays(p: PagedProblem, device: Device) -> bool:
+    """Whether it takes a problem, and in less time than decode_sm90, whose blocks of rows each read
+    all keys, but share the GPU evenly, whatever the lengths are.
+    """
+    tile = _tile(p)
+    if tile is None or refuses(p, device) is not None:
+        return False
+    # Tiles are at most so many, blocks at least: single tokens beside a prompt take a tile each.
+    longest = p.batch * -(-p.max_q // tile.block_m)
+    tiles = p.q_heads * min(longest, p.batch + max(0, p.queries - p.batch) // tile.block_m)
+    blocks = p.kv_heads * max(p.batch, -(-p.queries * p.group // DECODE_ROWS))
+    return -(-tiles // device.sms) * device.sms <= DECODE_COST * blocks
+
+
+def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
+    """One launch, of persistent blocks."""
+    tile = _tile(p)
+    assert tile is not None
+    rows = twin(p)
+    launch = fwd_sm90.launch(rows, device, fwd_sm90.config_of(rows, tile))
+    kept = tuple(m for m in launch.maps if m.field not in ("k_map", "v_map"))
+    return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, *_maps(tile))),)
+
+
+def _maps(tile: FwdSm90) -> tuple[TensorMap, ...]:
+    """Boxes of 16 tokens; values end where a sequence does."""
+
+    def one(name: str, columns: int, *, ragged: bool) -> TensorMap:
+        chunk = fwd_sm90.chunk_of(columns)
+        return TensorMap(
+            field=f"{name}_map",
+            array=name,
+            box=(chunk, BOX, 1) if ragged else (chunk, BOX, 1, 1),
+            axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
+            swizzle=2 * chunk,
+            ragged=ragged,
+        )
+
+    return one("k", tile.head_dim, ragged=False), one("v", tile.value_dim, ragged=True)
