@@ -44,6 +44,12 @@ struct Loader {
     length = ptx::opaque(__ldg((p.block_table != nullptr ? p.seqused_k : p.kv_indptr) + batch));
   }
 
+  // Returns when the pages are there. ptxas counts loads under way, and would otherwise have the
+  // copies wait for q too, which is read before they start.
+  __device__ __forceinline__ void await_pages() {
+    now.page = __shfl_sync(0xffffffffu, now.page, threadIdx.x % 32);
+  }
+
   // Whether the first unit is copied before the length is known: zeros where the table holds no
   // page.
   static __device__ __forceinline__ bool copies_ahead(const DecodeSplitParams& p) {
@@ -155,7 +161,7 @@ struct Loader {
     if constexpr (!C::tma) {
       copy_pieces(p, stage, token, valid);
     } else {
-      const int box = threadIdx.x % 32 - copied * Tile::kBoxes, boxes = ceil_div(valid, 16);
+      const int box = threadIdx.x % 32 - copied * Tile::kBoxes, boxes = (valid + 15u) / 16;
       if (box >= 0 && box < boxes) copy_box(p, stage, token + 16 * box, box, boxes);
     }
   }

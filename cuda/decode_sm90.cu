@@ -341,9 +341,11 @@ template <class C>
 __device__ __forceinline__ bool begin_walk(const DecodeSplitParams& p, const BlockPlace& at,
                                            Walk<C>& walk) {
   if constexpr (C::cluster > 1) {
-    return walk.begin_segment(p, at.row, 0);
+    return walk.begin_segment(p, at.row);
   } else {
-    return walk.begin(p, at);
+    Sizes<C> sizes(p);
+    sizes.add_up(p);
+    return walk.begin(p, at, sizes);
   }
 }
 

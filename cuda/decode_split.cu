@@ -203,9 +203,12 @@ struct Merge {
                                                 DecodeWarp<C>& warp, const RowBlock<C>& rows,
                                                 const Parts& parts, int parity, Team team,
                                                 const Share& share) {
-    // Up to 4 rows, as all parts have then: two of them fit, and take turns. A cluster has one.
+    // Up to 4 rows, as all parts have then: two of them fit, and take turns, where a register is
+    // left for that. A cluster has one part.
+    constexpr bool kTurns =
+        C::heads == 1 && (KvTile<C>::kWide || Query<C>::kLate || (C::xmajor && C::head_dim == 128));
     const bool few =
-        C::cluster > 1 || (C::heads == 1 && p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
+        C::cluster > 1 || (kTurns && p.cu_seqlens_q == nullptr && p.q_len * p.group <= 4);
     const int base = C::cluster == 1 && few ? 4 * parity : 0;
 #pragma unroll
     for (int tile = 0; tile < C::row_tiles; ++tile) {
@@ -287,14 +290,44 @@ struct Merge {
 
 // ---- The kernel ----
 
+// While lengths are on their way the page ids that will be read next come to L2: each block sees to
+// a row of the table, each thread to a line of it. A row takes as long to read as few of its keys.
+template <class C>
+__device__ __forceinline__ void prefetch_table(const DecodeSplitParams& p) {
+  if constexpr (!C::tma) return;
+  const long long column = threadIdx.x * (128 / sizeof(int));
+  if (p.block_table == nullptr || blockIdx.x >= p.batch || column * p.page >= p.max_k) return;
+  ptx::prefetch_l2(p.block_table + blockIdx.x * p.stride_table + column);
+}
+
+// What copies of a warp need: barriers and tensor maps.
+template <class C>
+__device__ __forceinline__ void prepare_copies(const DecodeSplitParams& p, DecodeSplitSmem<C>& smem,
+                                               int warp_idx) {
+  if constexpr (!C::tma) return;
+  if (threadIdx.x % 32 == 0) {
+    if (C::cluster > 1 && threadIdx.x == 0) {
+      ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
+    }
+    ptx::prefetch_tensormap(&p.k_map);
+    ptx::prefetch_tensormap(&p.v_map);
+    for (int i = 0; i < C::stages; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&smem.full[warp_idx][i]), 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+}
+
 template <class C>
 __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<DecodeSplitSmem<C>*>(smem_bytes);
+
+  // 1. What depends on nothing else: lengths, page ids of clusters. Then barriers, meanwhile.
+  Sizes<C> sizes(p);
   // Uniform in the warp, which the compiler cannot know of threadIdx.
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-
-  // 1. Clusters: what depends on nothing else. Then barriers, while that is on its way.
   BlockPlace at(p, blockIdx.x / C::cluster);  // of a cluster: its line, and its sequence
   int turn = warp_idx, turns = C::warps * C::cluster;
   Walk<C> walk;
@@ -304,32 +337,22 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
   if constexpr (C::cluster > 1) {
     turn += C::warps * ptx::cluster_ctarank();
     loader.read_ahead(p, at.row, turn, turns);
+  } else {
+    prefetch_table<C>(p);
   }
-  if constexpr (C::tma) {
-    if (threadIdx.x % 32 == 0) {
-      if (C::cluster > 1 && threadIdx.x == 0) {
-        ptx::mbarrier_init(ptx::shared_address(&smem.arrived), 1);
-      }
-      ptx::prefetch_tensormap(&p.k_map);
-      ptx::prefetch_tensormap(&p.v_map);
-      for (int i = 0; i < C::stages; ++i) {
-        ptx::mbarrier_init(ptx::shared_address(&smem.full[warp_idx][i]), 1);
-      }
-      ptx::fence_mbarrier_init();
-    }
-    __syncwarp();
-  }
+  prepare_copies<C>(p, smem, warp_idx);
   if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive_relaxed();
 
   // 2. Who works together, where they begin, and this warp's loads.
   bool more;
   if constexpr (C::cluster > 1) {
     walk.enter_segment(p, at.row);
+    loader.await_pages();
     warp.query.load(p, RowBlock<C>(p, at, walk));
     if (loader.copies_ahead(p)) loader.copy_ahead(p, at, turn);
     more = walk.begin_entered(p, loader.length);
   } else {
-    const Sizes<C> sizes(p);
+    sizes.add_up(p);
     if (C::workers > 1 && sizes.short_ones(p)) {
       at.split(warp_idx, C::warps);
       turn = 0, turns = 1;

@@ -217,11 +217,11 @@ struct DecodeSplitParams : PagedParams {
   int columns_shift;
   int rows_shift;
   int group_shift;
-  long long page_magic;
-  long long span_magic;
-  long long columns_magic;
-  long long rows_magic;
-  long long group_magic;
+  unsigned page_magic;
+  unsigned span_magic;
+  unsigned columns_magic;
+  unsigned rows_magic;
+  unsigned group_magic;
   int* tile_counter;  // [slots] parts that have arrived, decode_sm90: [slots, warps]; zero before
                       // and after a launch
   // Unmerged parts: [slots, rows of a block * columns of its V tile / 2]; decode_sm90: [slots,

@@ -8,6 +8,11 @@
 
 namespace ptx {
 
+// ---- Prefetching (PTX ISA: prefetch) ----
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // ---- Tensor copies, TMA (PTX ISA: cp.async.bulk.tensor) ----
 // Coordinates are in elements, innermost first.
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {

@@ -44,8 +44,8 @@ __device__ __forceinline__ int least_quota(const DecodeSplitParams& p, int on_li
 }
 
 // n / divisor, for n < 2^31.
-__device__ __forceinline__ int divide(int n, long long magic, int shift) {
-  return static_cast<unsigned long long>(n) * magic >> shift;
+__device__ __forceinline__ int divide(int n, unsigned magic, int shift) {
+  return static_cast<unsigned long long>(static_cast<unsigned>(n)) * magic >> shift;
 }
 
 // The units of a sequence that some query sees.
@@ -91,8 +91,7 @@ struct BlockPlace {
     return p.row_blocks == 1 ? of_all : of_all / static_cast<unsigned>(p.row_blocks);
   }
   __device__ __forceinline__ int row_block(const DecodeSplitParams& p, int line) const {
-    const unsigned of_all = column * p.lines + line;
-    return p.row_blocks == 1 ? 0 : of_all % static_cast<unsigned>(p.row_blocks);
+    return p.row_blocks == 1 ? 0 : (column * p.lines + line) % static_cast<unsigned>(p.row_blocks);
   }
 };
 
@@ -100,29 +99,42 @@ struct BlockPlace {
 template <class C>
 struct Sizes {
   static constexpr int kAtOnce = 4;
-  int chunk;
-  int units, segments;  // of a line, of this lane's sequences
-  int longest;          // segment of all, in units
+  int chunk, first, stop;
+  int lengths[kAtOnce];         // of some of this lane's sequences, as read: on their way
+  int q_len, k_len = 0;         // of the first one
+  int units = 0, segments = 0;  // of a line, of this lane's sequences
+  int longest = 0;              // segment of all, in units
 
-  // Warp-wide.
+  // Begins to read. Warp-wide, as all of it.
   __device__ __forceinline__ explicit Sizes(const DecodeSplitParams& p)
-      : chunk(ceil_div(p.batch, 32)), units(0), segments(0), longest(0) {
-    const int first = threadIdx.x % 32 * chunk, stop = min(p.batch, first + chunk);
-    if (p.block_table != nullptr && p.cu_seqlens_q == nullptr) {
-      for (int b = first; b < stop; b += kAtOnce) {
-        int keys[kAtOnce];  // loads in flight together
+      : chunk((p.batch + 31u) / 32),
+        first(threadIdx.x % 32 * chunk),
+        stop(min(p.batch, first + chunk)),
+        q_len(p.q_len) {
+    if (C::cluster == 1 && p.block_table != nullptr) read(p, first);
+  }
+
+  // Then, when that is there. Short: all of it comes cold, at 4 to 6 clocks an instruction.
+  __device__ __forceinline__ void add_up(const DecodeSplitParams& p) {
+    if (p.block_table != nullptr && p.cu_seqlens_q == nullptr && p.span == 0) {
+      k_len = PagedSequence::capped(p, lengths[0]);
+#pragma unroll 1
+      for (int b = first;;) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          keys[i] = b + i < stop ? PagedSequence::dense_keys(p, b + i) : 0;
+          const int count = Units<C>(p, q_len, PagedSequence::capped(p, lengths[i])).count;
+          add(count, count);
         }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) add(p, Units<C>(p, p.q_len, keys[i]).count);
+        if ((b += kAtOnce) >= stop) break;
+        read(p, b);
       }
     } else {
 #pragma unroll 1
-      for (int b = first; b < stop; ++b) {
+      for (int b = stop - 1; b >= first; --b) {
         const PagedSequence s(p, b);
-        add(p, Units<C>(p, s.q_len, s.k_len).count);
+        const int count = Units<C>(p, s.q_len, s.k_len).count;
+        add(count, p.span > 0 ? Units<C>::parts(p, count) : count);
+        q_len = s.q_len, k_len = s.k_len;
       }
     }
     longest = __reduce_max_sync(0xffffffffu, longest);
@@ -135,14 +147,22 @@ struct Sizes {
 
   // Whether all segments are short beside the range of a warp.
   __device__ __forceinline__ bool short_ones(const DecodeSplitParams& p) const {
+    if (p.span > 0 || longest > kShort<C>) return false;
     const int all = __reduce_add_sync(0xffffffffu, positions(p, kOverheadAlone)) * p.lines;
-    const int of_block = divide(all + p.rows - 1, p.rows_magic, p.rows_shift);
-    return p.span == 0 && longest <= kShort<C> && longest * C::warps <= of_block;
+    return longest * C::warps <= divide(all + p.rows - 1, p.rows_magic, p.rows_shift);
   }
 
  private:
-  __device__ __forceinline__ void add(const DecodeSplitParams& p, int count) {
-    units += p.span > 0 ? Units<C>::parts(p, count) : count;
+  // Several in flight together. Opaque: else they are read where they are used.
+  __device__ __forceinline__ void read(const DecodeSplitParams& p, int b) {
+    const int* from = ptx::opaque(p.seqused_k + b);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      lengths[i] = ptx::opaque(i < stop - b ? __ldg(from + i) : -(1 << 30));  // no keys
+    }
+  }
+  __device__ __forceinline__ void add(int count, int positions) {
+    units += positions;
     segments += count > 0;
     longest = max(longest, count);
   }
@@ -160,42 +180,38 @@ struct Walk {
   int first, last;        // units of the part: [first, last)
 
   // Goes to the worker's first part; false where it has none. Warp-wide.
-  __device__ __forceinline__ bool begin(const DecodeSplitParams& p, const BlockPlace& at) {
-    return begin(p, at, Sizes<C>(p));
-  }
   __device__ __forceinline__ bool begin(const DecodeSplitParams& p, const BlockPlace& at,
                                         const Sizes<C>& sizes) {
-    const int lane = threadIdx.x % 32;
     const int mine = sizes.positions(p, overhead(at));
+    const int all_of_line = __reduce_add_sync(0xffffffffu, mine), total = all_of_line * p.lines;
     int inclusive = mine;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, inclusive, distance);
-      if (lane >= distance) inclusive += before;
+      if (threadIdx.x % 32 >= distance) inclusive += before;
     }
-    const int all_of_line = __shfl_sync(0xffffffffu, inclusive, 31), total = all_of_line * p.lines;
     quota = divide(total + p.rows - 1, p.rows_magic, p.rows_shift);
     if (at.alone) quota = ceil_div(quota, C::warps);
     if (p.span == 0) quota = max(quota, least_quota<C>(p, all_of_line));
     const int position = at.row * quota;
     end = min(position + quota, total);
 
-    const int on_line = p.lines == 1 ? position : position / p.lines;  // rounds down: keeps order
-    const unsigned beyond = __ballot_sync(0xffffffffu, inclusive > on_line);
+    const unsigned beyond = __ballot_sync(0xffffffffu, inclusive * p.lines > position);
     const int owner = beyond != 0 ? __ffs(beyond) - 1 : 31;
     const int base = __shfl_sync(0xffffffffu, inclusive - mine, owner);  // positions of a line
-    return position < end && seek(p, at, position, on_line, base, owner * sizes.chunk);
+    batch = owner * sizes.chunk;
+    take(p, __shfl_sync(0xffffffffu, sizes.q_len, owner),
+         __shfl_sync(0xffffffffu, sizes.k_len, owner));
+    return position < end && seek(p, at, position, base);
   }
 
   // A cluster of blocks a segment, instead: goes to the only part, which all its blocks share.
-  __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, int batch_, int line_) {
-    batch = batch_;
-    line = line_;
+  __device__ __forceinline__ bool begin_segment(const DecodeSplitParams& p, int batch_) {
+    enter_segment(p, batch_);
     measure(p, 0);
     return whole_segment(p);
   }
-  // Or in two steps: what is known without its keys, then the rest. `length` is what seqused_k
-  // holds, where there is one.
+  // Or in two steps: what is known without its keys, then the rest. `length`: of seqused_k, if any.
   __device__ __forceinline__ void enter_segment(const DecodeSplitParams& p, int batch_) {
     batch = batch_;
     line = 0;
@@ -256,18 +272,17 @@ struct Walk {
     return clip(p, 0);
   }
 
-  // Finds `position`, which a sequence from b on holds; those before it take `base` a line.
+  // Finds `position`, which `batch` or a later sequence holds; those before it take `base` a line.
   __device__ __forceinline__ bool seek(const DecodeSplitParams& p, const BlockPlace& at,
-                                       int position, int on_line, int base, int b) {
-    int size;
-    for (batch = b;; ++batch) {
-      size = measure(p, overhead(at));
-      if (on_line < base + size) break;
+                                       int position, int base) {
+    int size = Units<C>(p, q_len, k_len).size(p, overhead(at));
+    while (position >= (base + size) * p.lines) {
       base += size;
+      ++batch;
+      size = measure(p, overhead(at));
     }
-    const int inside = position - base * p.lines;
-    line = p.lines == 1 ? 0 : inside / size;
-    start = base * p.lines + line * size;
+    start = base * p.lines;
+    for (line = 0; position >= start + size; ++line) start += size;
     number = position - start;
     if (p.span == 0) start += overhead(at);
     return clip(p, position);

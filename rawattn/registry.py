@@ -311,6 +311,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _TABLE}
 TensorMap = ctypes.c_uint64 * 16  # ptx::TensorMap, which is aligned to 64 bytes
 C_TYPES: dict[str, tuple[Any, int]] = {  # kind, alignment
     "int": (ctypes.c_int32, 4),
+    "unsigned": (ctypes.c_uint32, 4),
     "long long": (ctypes.c_int64, 8),
     "float": (ctypes.c_float, 4),
     "ptx::TensorMap": (TensorMap, 64),

@@ -22,6 +22,7 @@ MANY = (0, 1, 15, 17, 300, 33, 250, 2, 100, 0, 90, 65, 64, 63, 31, 200)
 DRAFTS = (4, 2, 4, 1, 4, 3, 0, 4)  # queries of each
 # Each warp works alone, on parts of its own: it has several segments, and shares some.
 SHORT = tuple(37 * i % 257 for i in range(24))
+CROWD = tuple(13 * i % 41 for i in range(140))  # five sequences a lane
 CASES = {
     # TMA
     "pages of 16": Case(k_lens=MANY, sms=2),
@@ -38,6 +39,8 @@ CASES = {
     "cluster": Case(k_lens=(700, 0), sms=132, csr=True, sink=True),
     "cluster of 4": Case(k_lens=(300, 17), sms=22),
     "cluster of 2": Case(k_lens=(2600, 0, 70), group=8, kv_heads=1, sms=6, page=32),
+    "more sequences than lanes": Case(k_lens=CROWD, sms=3, kv_heads=1),
+    "more sequences than lanes, CSR": Case(k_lens=CROWD, sms=3, kv_heads=1, csr=True),
     "short sequences": Case(k_lens=SHORT, sms=2),
     "short sequences, group of 7, HND": Case(
         k_lens=SHORT, sms=1, group=7, kv_heads=1, layout=HND, sink=True

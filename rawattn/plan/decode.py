@@ -349,7 +349,7 @@ def _pairs(p: PagedProblem, instead: DecodeSm90) -> bool:
 
 
 def _magic(name: str, divisor: int) -> tuple[tuple[str, int], ...]:
-    """Fields with ``n // divisor == n * magic >> shift`` for all n below 2^31."""
+    """Fields with ``n // divisor == n * magic >> shift`` for n below 2^31; magic is below 2^32."""
     shift = 31 + (divisor - 1).bit_length()
     return (f"{name}_magic", -(-(1 << shift) // divisor)), (f"{name}_shift", shift)
 
