@@ -63,7 +63,7 @@ TILES = (
     _prototype(256, 256, 64, 64, column_warps=2),
 )
 # What changes where score steps are compiled in, which take registers; by value_dim.
-SCORES = {128: {"block_n": 32}}
+SCORES = {128: {"block_n": 32}, 256: {"block_n": 32}}
 # What changes on GPUs other than Hopper, where ptxas would spill, and where consumer cards have
 # 99 KB of shared memory a block. Not measured: we have none.
 ELSEWHERE = {96: {"block_n": 32}, 128: {"block_n": 32}, 256: {"block_n": 32}}
