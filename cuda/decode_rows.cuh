@@ -101,13 +101,16 @@ struct Query {
   static constexpr bool kRegisters = !C::staged;
   static constexpr int kTiles = kRegisters ? C::row_tiles : 1;
   static constexpr int kStride = C::head_dim + 8;  // elements of a row in shared memory
+  static constexpr int kPieces = C::head_dim / 8;  // of a row, 16 bytes each
   // Whether q is made ready before the first unit of a part, not when the part begins. Wide q need
   // not be; and where bytes are widened without instructions for it, no registers are left.
-  static constexpr bool kLate = !Tile::kWide && kFp8Instructions;
-  static_assert(C::row_tiles == 1 || Tile::kWide, "8-bit caches: rows of one tile");
+  static constexpr bool kLate = !Tile::kWide && kFp8Instructions && kRegisters;
+  static_assert(kTiles == 1 || Tile::kWide, "8-bit caches: several tiles are in shared memory");
 
   unsigned q[kTiles][kRegisters ? kSteps : 1][2];
-  float scale[2];  // of the scores of rows 2t and 2t + 1, log2 units; several tiles: [0], of all
+  // Of the scores of rows 2t and 2t + 1, log2 units; of several tiles and 8-bit caches each row has
+  // its own behind it in shared memory.
+  float scale[2];
 
   // B operand of K Q^T: row r of each tile, two pairs of dimensions a step. Nothing waits for what
   // is read until a part begins.
@@ -138,18 +141,14 @@ struct Query {
         }
       }
     }
-    scale[0] = 1.f;
-    if (!Tile::kWide && p.k_scale != nullptr) {
-      scale[0] = __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
-                       rows.head_of(threadIdx.x % 32 / 4) * p.stride_k_scale_head);
-    }
+    if constexpr (!Tile::kWide) scale[0] = key_scale(p, rows, threadIdx.x % 32 / 4);
   }
 
   // What has been loaded is made ready.
   __device__ __forceinline__ void begin(const DecodeSplitParams& p) {
     if constexpr (Tile::kWide) {
       scale[0] = scale[1] = p.scale_log2;
-    } else {
+    } else if constexpr (kRegisters) {
       halve(p);
     }
   }
@@ -157,7 +156,6 @@ struct Query {
   // Several tiles: rows of q to shared memory, [kRows][kStride], by all threads of the block.
   static __device__ __forceinline__ void stage(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                                unsigned short* to) {
-    constexpr int kPieces = C::head_dim / 8;
 #pragma unroll 2
     for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < RowBlock<C>::kRows * kPieces;
          i += C::threads) {
@@ -173,35 +171,90 @@ struct Query {
           x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + dim));
         }
       }
-      *reinterpret_cast<uint4*>(to + row * kStride + dim) = x;
+      if constexpr (Tile::kWide) {
+        *reinterpret_cast<uint4*>(to + row * kStride + dim) = x;
+      } else {
+        stage_halves(p, x, p.scale_log2 * key_scale(p, rows, row), to + row * kStride, dim);
+      }
+    }
+  }
+
+  // Then: the scale of scores of row 2t + e of a tile.
+  __device__ __forceinline__ float scale_of(const unsigned short* staged, int tile, int e) const {
+    if constexpr (kRegisters || Tile::kWide) {
+      return scale[e];
+    } else {
+      const int row = 8 * tile + 2 * (threadIdx.x % 4) + e;
+      return *reinterpret_cast<const float*>(staged + row * kStride + C::head_dim);
     }
   }
 
  private:
+  static __device__ __forceinline__ float key_scale(const DecodeSplitParams& p,
+                                                    const RowBlock<C>& rows, int row) {
+    if (p.k_scale == nullptr) return 1.f;
+    return __ldg(p.k_scale + rows.batch * p.stride_k_scale_batch +
+                 rows.head_of(row) * p.stride_k_scale_head);
+  }
+
   // q becomes halves of which each row's largest has the exponent 14, and scale takes in what that
   // divides by: the range of bf16 is not that of halves.
+  struct Raise {
+    float factor, inverse;
+
+    __device__ __forceinline__ explicit Raise(float largest) {
+      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+      const int raise = min(max(14 - exponent, -120), 120);
+      factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
+      inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23);
+    }
+  };
   __device__ __forceinline__ void halve(const DecodeSplitParams& p) {
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      largest = fmaxf(largest, fabsf(element(p, q[0][i / 2][i % 2] & 0xffff)));
-      largest = fmaxf(largest, fabsf(element(p, q[0][i / 2][i % 2] >> 16)));
+      largest = larger(p, largest, q[0][i / 2][i % 2]);
     }
-    const int exponent = static_cast<int>(__float_as_uint(quad_max(largest)) >> 23) - 127;
-    const int raise = min(max(14 - exponent, -120), 120);
-    const float factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
-    const float inverse =
-        __uint_as_float(static_cast<unsigned>(127 - raise) << 23) * p.scale_log2 * scale[0];
+    const Raise raise(quad_max(largest));
+    const float inverse = raise.inverse * p.scale_log2 * scale[0];
 #pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      unsigned& x = q[0][i / 2][i % 2];
-      x = fp16::pack(element(p, x & 0xffff) * factor, element(p, x >> 16) * factor);
-    }
+    for (int i = 0; i < 2 * kSteps; ++i) raised(p, q[0][i / 2][i % 2], raise.factor);
     // Lane (r, t) has row r; scores are of rows 2t and 2t + 1.
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       scale[e] = __shfl_sync(0xffffffffu, inverse, 4 * (2 * (threadIdx.x % 4) + e));
     }
+  }
+  // The same of a piece of a row, by the lanes that have its other pieces. Of each 16 dimensions
+  // ldmatrix should give a lane four that are side by side, as it gives those of the keys.
+  static __device__ __forceinline__ void stage_halves(const DecodeSplitParams& p, uint4 piece,
+                                                      float scale, unsigned short* row, int dim) {
+    unsigned x[4] = {piece.x, piece.y, piece.z, piece.w};
+    float largest = 0.f;
+#pragma unroll
+    for (const unsigned two : x) largest = larger(p, largest, two);
+#pragma unroll
+    for (int distance = 1; distance < kPieces; distance *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    const Raise raise(largest);
+#pragma unroll
+    for (unsigned& two : x) raised(p, two, raise.factor);
+    unsigned short* to = row + dim / 16 * 16 + dim % 16 / 2;
+    *reinterpret_cast<uint2*>(to) = make_uint2(x[0], x[2]);
+    *reinterpret_cast<uint2*>(to + 8) = make_uint2(x[1], x[3]);
+    if (dim == 0) *reinterpret_cast<float*>(row + C::head_dim) = raise.inverse * scale;
+  }
+
+  // Of `largest` and the magnitudes of two elements.
+  static __device__ __forceinline__ float larger(const DecodeSplitParams& p, float largest,
+                                                 unsigned two) {
+    largest = fmaxf(largest, fabsf(element(p, two & 0xffff)));
+    return fmaxf(largest, fabsf(element(p, two >> 16)));
+  }
+  static __device__ __forceinline__ void raised(const DecodeSplitParams& p, unsigned& two,
+                                                float factor) {
+    two = fp16::pack(element(p, two & 0xffff) * factor, element(p, two >> 16) * factor);
   }
   static __device__ __forceinline__ float element(const DecodeSplitParams& p, unsigned bits) {
     const auto x = static_cast<unsigned short>(bits);

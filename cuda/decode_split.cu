@@ -400,8 +400,7 @@ __device__ __forceinline__ void decode_split(const DecodeSplitParams& p) {
         }
       }
       const unsigned keys = loader.ring + stage * KvTile<C>::kStageBytes;
-      warp.attend(p, rows, keys, keys + KvTile<C>::kBytes,
-                  ptx::shared_address(&smem.q[buffer][0][0]), first_key);
+      warp.attend(p, rows, keys, keys + KvTile<C>::kBytes, &smem.q[buffer][0][0], first_key);
       __syncwarp();  // the stage has been read
       if constexpr (C::ahead == C::stages) loader.issue(p, at, stage, turn, turns);
       if (++stage == C::stages) {

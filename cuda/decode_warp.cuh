@@ -53,17 +53,17 @@ struct DecodeWarp {
 
   // ---- A unit ----
 
-  // Attends to the tokens of one unit: shared addresses of its keys, its values, and of q.
+  // Attends to the tokens of one unit: shared addresses of its keys and values, and staged q.
   __device__ __forceinline__ void attend(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                         unsigned keys, unsigned values, unsigned q_shared,
-                                         int first_key) {
+                                         unsigned keys, unsigned values,
+                                         const unsigned short* staged, int first_key) {
     constexpr int kTwo = kTiles < 2 ? 1 : 2;
     if (kTiles > 2 && active > 2) {
-      attend_tiles<kTiles>(p, rows, keys, values, q_shared, first_key);
+      attend_tiles<kTiles>(p, rows, keys, values, staged, first_key);
     } else if (kTiles > 1 && active > 1) {
-      attend_tiles<kTwo>(p, rows, keys, values, q_shared, first_key);
+      attend_tiles<kTwo>(p, rows, keys, values, staged, first_key);
     } else {
-      attend_tiles<1>(p, rows, keys, values, q_shared, first_key);
+      attend_tiles<1>(p, rows, keys, values, staged, first_key);
     }
   }
 
@@ -76,14 +76,14 @@ struct DecodeWarp {
   // For the first kActive tiles: a constant, since branches would keep loads and products apart.
   template <int kActive>
   __device__ __forceinline__ void attend_tiles(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                               unsigned keys, unsigned values, unsigned q_shared,
-                                               int first_key) {
+                                               unsigned keys, unsigned values,
+                                               const unsigned short* staged, int first_key) {
     float s[kActive][kBlocks][4];
-    score(s, keys + Tile::key_lane(lane()), q_shared);
+    score(s, keys + Tile::key_lane(lane()), ptx::shared_address(staged));
     if constexpr (C::features) {
-      modify(p, rows, s, first_key);
+      modify(p, rows, s, staged, first_key);
     } else {
-      scale_scores(s);
+      scale_scores(s, staged);
     }
     if (first_key < seen_from || first_key + C::unit > seen_to) Scores::mask(p, rows, s, first_key);
     raise_max(s);
@@ -124,17 +124,21 @@ struct DecodeWarp {
       } else {
 #pragma unroll
         for (int i = 0; i < 4 * kActive; ++i) s[i / 4][n][i % 4] = 0.f;
-#pragma unroll 1  // of all steps at once ptxas would hoist the loads, and spill
+        // Of all steps at once ptxas would hoist the loads, and spill.
+        constexpr int kUnroll = Tile::kWide || kActive > 2 ? 1 : kSteps / 2;
+#pragma unroll kUnroll
         for (int step = 0; step < kSteps; step += 2) {
-          unsigned a[2][4];
-          ptx::ldmatrix_x4(a[0], Tile::key_address(keys, 0, n, step));
-          ptx::ldmatrix_x4(a[1], Tile::key_address(keys, 0, n, step + 1));
+          unsigned a[2 / kTogether][kTogether][4];
+#pragma unroll
+          for (int i = 0; i < 2 / kTogether; ++i) {
+            Tile::load_keys(a[i], Tile::key_address(keys, 0, n, step / kTogether + i));
+          }
 #pragma unroll
           for (int nt = 0; nt < kActive; ++nt) {
             unsigned b[4];  // two steps of rows 8 * nt to + 8
             ptx::ldmatrix_x4(b, q_shared + (8 * nt * Query<C>::kStride + 16 * step) * 2 + q_lane());
-            Element::mma(s[nt][n], a[0], b[0], b[1]);
-            Element::mma(s[nt][n], a[1], b[2], b[3]);
+            Element::mma(s[nt][n], a[0][0], b[0], b[1]);
+            Element::mma(s[nt][n], a[1 / kTogether][1 % kTogether], b[2], b[3]);
           }
         }
       }
@@ -145,19 +149,22 @@ struct DecodeWarp {
   }
 
   template <int kActive>
-  __device__ __forceinline__ void scale_scores(float (&s)[kActive][kBlocks][4]) const {
+  __device__ __forceinline__ void scale_scores(float (&s)[kActive][kBlocks][4],
+                                               const unsigned short* staged) const {
 #pragma unroll
     for (int nt = 0; nt < kActive; ++nt) {
+      const float scale[2] = {query.scale_of(staged, nt, 0), query.scale_of(staged, nt, 1)};
 #pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) s[nt][i / 4][i % 4] *= query.scale[i % 2];
+      for (int i = 0; i < 4 * kBlocks; ++i) s[nt][i / 4][i % 4] *= scale[i % 2];
     }
   }
 
   // Scale, softcap, ALiBi.
   template <int kActive>
   __device__ __forceinline__ void modify(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                         float (&s)[kActive][kBlocks][4], int first_key) const {
-    scale_scores(s);
+                                         float (&s)[kActive][kBlocks][4],
+                                         const unsigned short* staged, int first_key) const {
+    scale_scores(s, staged);
     if (p.softcap_log2 > 0.f) {
       const SoftCap capped(p.softcap_log2, 1.f);
 #pragma unroll

@@ -84,6 +84,45 @@ CASES = {
     "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
     "drafts, turned scores": Case(k_lens=RAGGED, q_lens=(3,) * 8, times=-1.0, page=16),
     "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
+    # e4m3: tiles of rows
+    "e4m3, draft tokens": Case(
+        k_lens=RAGGED, q_lens=DRAFTS, packed=True, cache_dtype="float8_e4m3fn", scale=Scale.HEAD
+    ),
+    "e4m3, 33 rows, HND, all scores": Case(
+        k_lens=RAGGED,
+        q_lens=(11,) * 8,
+        group=3,
+        layout=HND,
+        page=64,
+        csr=True,
+        cache_dtype="float8_e4m3fn",
+        mask=Mask(left=40, right=2),
+        softcap=3.0,
+        alibi=True,
+        sink=True,
+    ),
+    "e4m3, 5 rows, turned scores": Case(
+        k_lens=MANY, q_lens=(5,) * 16, group=1, sms=2, cache_dtype="float8_e4m3fn", times=-1.0
+    ),
+    "e4m3, group of 9, fp16": Case(
+        k_lens=MANY, group=9, kv_heads=1, sms=2, cache_dtype="float8_e4m3fn", dtype="float16"
+    ),
+    "e4m3, draft tree": Case(
+        k_lens=(16, 40, 100),
+        q_lens=(8, 3, 6),
+        packed=True,
+        tree=True,
+        cache_dtype="float8_e4m3fn",
+        scale=Scale.TENSOR,
+    ),
+    "e4m3, drafts, fixed split": Case(
+        k_lens=RAGGED,
+        q_lens=DRAFTS,
+        packed=True,
+        split=64,
+        tma=False,
+        cache_dtype="float8_e4m3fn",
+    ),
     "x-major": Case(k_lens=RAGGED, layout=X_MAJOR),
     "x-major, pages of 48": Case(k_lens=RAGGED, layout=X_MAJOR, page=48),
     "x-major cluster": Case(k_lens=(300,), kv_heads=1, group=8, sms=132, layout=X_MAJOR),
@@ -258,7 +297,8 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
 def test_many_rows_are_for_wgmma() -> None:
     kernels = {name: Call(case).launch().kernel for name, case in CASES.items()}
     for name, case in CASES.items():
-        wide = case.tma and case.layout is not X_MAJOR and case.problem.rows > 8
+        sixteen = case.layout is not X_MAJOR and not case.problem.quantized
+        wide = case.tma and sixteen and case.problem.rows > 8
         segments = len(case.k_lens) * case.kv_heads
         pairs = case.problem.rows <= 16 and segments >= decode.PAIR_SEGMENTS
         assert kernels[name] == ("decode_sm90" if wide and not pairs else "decode_split"), name

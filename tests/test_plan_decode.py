@@ -102,6 +102,17 @@ def test_every_choice_is_compiled() -> None:
         (_with(max_q=5), {"rows": 64, "unit": 64, "cluster": 1}),
         (_with(max_q=16, batch=1), {"rows": 64, "cluster": 8}),
         (_with(max_q=4, page=24), {"tma": False, "row_tiles": 4}),
+        (_with(max_q=2, cache_dtype="float8_e4m3fn"), {"tma": True, "row_tiles": 4, "unit": 16}),
+        (_with(max_q=2, cache_dtype="float8_e4m3fn", mask=Mask()), {"row_tiles": 1, "tma": True}),
+        (_with(max_q=9, cache_dtype="float8_e4m3fn"), {"tma": True, "row_tiles": 4}),
+        (_with(q_heads=72, cache_dtype="float8_e4m3fn"), {"tma": True, "row_tiles": 4}),
+        (_with(max_q=9, cache_dtype="float8_e4m3fn", split=512), {"tma": False, "row_tiles": 1}),
+        (_with(max_q=9, cache_dtype="float8_e4m3fn", page=24), {"tma": False, "row_tiles": 1}),
+        (_with(max_q=9, cache_dtype="int8"), {"tma": False, "row_tiles": 1}),
+        (
+            _with(max_q=9, cache_dtype="float8_e4m3fn", layout=CacheLayout.X_MAJOR),
+            {"tma": False, "row_tiles": 1},
+        ),
         (_with(batch=1, q_heads=4, kv_heads=1), {"cluster": 8}),
         (_with(batch=1, q_heads=4, kv_heads=1, max_k=1 << 15), {"cluster": 1}),
         (_with(cache_dtype="int8"), {"element": "fp16", "cache": "int8", "heads": 2, "unit": 16}),
@@ -188,7 +199,7 @@ def test_workspace_holds_two_parts_a_worker_or_every_part_of_a_fixed_split() -> 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_fixed_split_sums_alike_however_long_the_longest_query_is(arch: str) -> None:
     device = dataclasses.replace(H200, arch=arch)
-    for cache in ("bfloat16", "int8"):
+    for cache in ("bfloat16", "float8_e4m3fn", "int8"):
         for layout in CacheLayout:
             for head_dim in (64, 128, 256):
                 sums = set()

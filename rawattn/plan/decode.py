@@ -37,6 +37,7 @@ CLUSTER_KEYS_ALONE = 8192  # one sequence: nothing to balance
 CLUSTER_KEYS_FEW = 1024
 CLUSTER_HEAD_DIM = 128
 CLUSTER_CACHE = "e4m3"  # beside those of 16 bits
+TILED_CACHE = "e4m3"  # of those of 8 bits, the one that has several tiles of rows: by TMA
 # 9 to 16 rows, 128 x 1 k keys and 4 queries: 136 us, and 150 by decode_sm90; 32 x 4 k: 128.6 and
 # 131.5 (H200, 2026-11-30).
 PAIR_HEAD_DIM = 128
@@ -84,7 +85,8 @@ def _config(
         head_dim=head_dim,
         row_tiles=WIDE_TILES[head_dim] if wide else 1,
         warps=8 if row <= 256 else 4,
-        unit=32 if row <= 128 else 16,
+        # Bytes are widened in registers, of which many rows leave few.
+        unit=32 if row <= 128 and not (wide and cache != element) else 16,
         stages=0,
         tma=tma,
         xmajor=xmajor,
@@ -123,7 +125,8 @@ def _with_heads(head_dim: int, *, element: str, cache: str) -> DecodeSplit | Non
 # (tma, features, wide) that are compiled of each element, layout and tile; and of 16-bit caches in
 # NHD or HND beside.
 VARIANTS = ((True, False, False), (False, True, False))
-WIDE_VARIANTS = ((True, True, False), (True, True, True), (False, True, True))
+TILED = (True, True, True)
+WIDE_VARIANTS = ((True, True, False), TILED, (False, True, True))
 
 
 def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[bool, bool, bool]]:
@@ -132,11 +135,13 @@ def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[
     # Few configs: of 8-bit caches only those of the most common head size come by TMA.
     tma = arch == "sm_90a" and (head_dim == 128 or not quantized)
     variants = VARIANTS if quantized or xmajor else VARIANTS + WIDE_VARIANTS
-    # Wide ones by TMA are for head sizes that decode_sm90 does not take.
+    if cache == TILED_CACHE and not xmajor:
+        variants += (TILED,)
+    # Wide ones of 16 bits by TMA are for head sizes that decode_sm90 does not take.
     return [
         (copies, features, wide)
         for copies, features, wide in variants
-        if not copies or (tma and not (wide and head_dim in decode_sm90.UNITS))
+        if not copies or (tma and (quantized or not (wide and head_dim in decode_sm90.UNITS)))
     ]
 
 
@@ -239,6 +244,8 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
     features = masked or p.scores.softcap or p.scores.alibi
     # A fixed split promises bits that do not depend on the longest query of the batch either.
     wide = p.rows > 8 or p.split > 0
+    if p.quantized:  # whose 8 rows with features come by TMA only so
+        wide = not p.split and (p.rows > 8 or (features and p.max_q > 1))
     wanted = (
         (copies, flags, tiles)
         for tiles in ((True, False) if wide else (False,))
