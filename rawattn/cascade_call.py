@@ -25,20 +25,12 @@ from rawattn.calls import (
 )
 from rawattn.device import Device
 from rawattn.merge_call import MergeOptions, States, merge_problem, merge_scalars
-from rawattn.paged_call import (
-    LSE,
-    OUT,
-    PARAMS,
-    WORKSPACE,
-    Request,
-    accepted,
-    add_attention,
-    paged_result,
-)
+from rawattn.paged_call import LSE, OUT, PARAMS, WORKSPACE, Request, accepted, paged_result
 from rawattn.paged_call import operation as paged_operation
 from rawattn.paged_host import scale
 from rawattn.paged_problem import PagedProblem, Scale
 from rawattn.paged_request import PagedArrays, PagedOptions
+from rawattn.paged_steps import add_attention
 from rawattn.paged_tables import check_tables
 from rawattn.plan import Plan, merge
 from rawattn.plan import paged as paged_plan

@@ -6,13 +6,12 @@ turned, and then there is attention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rawattn import paged_host, paged_prompt
+from rawattn import paged_host
 from rawattn.arrays import (
     DTYPES,
     Spec,
@@ -24,7 +23,7 @@ from rawattn.arrays import (
     view,
 )
 from rawattn.cache_problem import SequencesProblem
-from rawattn.cache_request import Cache, cache_strides, row_tokens
+from rawattn.cache_request import Cache, row_tokens
 from rawattn.calls import (
     ABSENT,
     Fields,
@@ -37,17 +36,15 @@ from rawattn.calls import (
     results,
 )
 from rawattn.device import Device
-from rawattn.forward import LOG2_E
 from rawattn.kv_write_call import append_scalars, rotary_scalars
 from rawattn.kv_write_request import Appended, appended
-from rawattn.paged_problem import PagedProblem, PageTable, Scale
+from rawattn.paged_problem import PagedProblem, PageTable
 from rawattn.paged_request import WORDS, PagedArrays, PagedOptions, plain, problem_of
+from rawattn.paged_steps import add_attention
 from rawattn.paged_tables import check_tables
-from rawattn.params import row_strides
 from rawattn.plan import Plan, kv_write
 from rawattn.plan import paged as paged_plan
 from rawattn.problem import MAX_LENGTH
-from rawattn.reference_paged import BlockSparse
 from rawattn.request import expect, neighbours, result_shapes
 from rawattn.settings import Settings, forced_backend
 
@@ -263,33 +260,6 @@ def _steps(request: Request, plans: list[Plan], device: int) -> Steps:
     return made
 
 
-def add_attention(
-    made: Steps, plan: Plan, request: Request, arrays: Mapping[str, Ref], new_k: int
-) -> None:
-    """The step of a plan for all of the request or a part of it, on `arrays`, the pointers of
-    PagedParams. Sequences have `new_k` keys more than is said.
-    """
-    problem, options = plan.problem, request.options
-    if plan.backend == paged_plan.PROMPTS.name:
-        named = paged_prompt.arrays_of(problem, arrays)
-        scale = softmax_scale(options, problem)
-        found = paged_prompt.scalars_of(
-            problem, named, scale=scale, softcap=options.softcap, new_k=new_k
-        )
-        made.add(plan, found, named)
-        return
-    found = scalars(request, problem, arrays, new_k)
-    if problem.leftpad and request.cache.page > 1:  # every token begins a page
-        found |= {f"stride_{x}_block": found[f"stride_{x}_token"] for x in "kv"}
-    made.add(plan, found, arrays)
-
-
-def softmax_scale(options: PagedOptions, problem: PagedProblem) -> float:
-    """What the caller says, or by the head size."""
-    scale = options.softmax_scale
-    return problem.head_dim**-0.5 if scale is None else scale
-
-
 def _constants(request: Request, device: int) -> dict[str, View]:
     """The tables of a cache that has none: a page for each sequence, full where nothing is said."""
     specs, problem, found = request.specs, request.problem, {}
@@ -349,61 +319,3 @@ def _add_sequences(made: Steps, request: Request, plan: Plan, arrays: dict[str, 
     arrays["seqused_k"] = found["lengths"]
     if request.problem.leftpad:
         arrays["block_table"] = found["first_tokens"]
-
-
-def scalars(
-    request: Request, problem: PagedProblem, arrays: Mapping[str, Ref], new_k: int
-) -> dict[str, float]:
-    """The fields of PagedParams that neither hold an address nor are the plan's to decide.
-
-    `arrays` are those of a step of the request, which solves `problem`.
-    """
-    options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
-    scale = softmax_scale(options, problem)
-    q, out = specs["q"], specs["out"]
-    assert q is not None and out is not None
-    lse_batch, lse_head, _ = _strides(specs["lse"], 3)
-    tree_batch, tree_row, _ = _strides(specs["tree_mask"], 3)
-    slopes = specs["alibi_slopes"]
-    return {
-        **row_strides("q", q),
-        **row_strides("out", out),
-        "stride_lse_batch": lse_batch,
-        "stride_lse_head": lse_head,
-        **cache_strides(request.cache, request.specs.k_cache, request.specs.v_cache),
-        "stride_tree_batch": tree_batch,
-        "stride_tree_row": tree_row,
-        "stride_table": _strides(specs["block_table"], 2)[0],
-        "stride_alibi_batch": _strides(slopes, 2)[0],
-        **_scale_strides("k_scale", specs["k_scale"]),
-        **_scale_strides("v_scale", specs["v_scale"]),
-        "batch": problem.batch,
-        "q_heads": problem.q_heads,
-        "kv_heads": problem.kv_heads,
-        "group": problem.group,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "q_len": 0 if specs["cu_seqlens_q"] else problem.max_q,
-        "max_k": problem.max_k,
-        "new_k": new_k,
-        "page": problem.page,
-        "window_left": problem.mask.left,
-        "window_right": problem.mask.right,
-        "copy_bytes": problem.copy_bytes,
-        "q_bf16": int(problem.dtype == "bfloat16"),
-        "scale_log2": scale * LOG2_E * (options.k_scale if problem.k_scale is Scale.NUMBER else 1),
-        "softcap_log2": options.softcap * LOG2_E,
-        "out_scale": options.v_scale if problem.v_scale is Scale.NUMBER else 1.0,
-        **(options.block_sparse or BlockSparse(0, 0, 0, 0, 0))._asdict(),
-    }
-
-
-def _strides(spec: Spec | None, axes: int) -> tuple[int, ...]:
-    """The strides of an array that may be absent, or lack its first axes: 0 for those."""
-    found = () if spec is None else spec.steps
-    return (0,) * (axes - len(found)) + found
-
-
-def _scale_strides(name: str, spec: Spec | None) -> dict[str, int]:
-    batch, head = _strides(spec, 2)
-    return {f"stride_{name}_batch": batch, f"stride_{name}_head": head}

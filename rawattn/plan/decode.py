@@ -134,9 +134,9 @@ def _variants(arch: str, head_dim: int, cache: str, xmajor: bool) -> list[tuple[
     quantized = cache in EIGHT_BIT.values()
     # Few configs: of 8-bit caches only those of the most common head size come by TMA.
     tma = arch == "sm_90a" and (head_dim == 128 or not quantized)
-    variants = VARIANTS if quantized or xmajor else VARIANTS + WIDE_VARIANTS
-    if cache == TILED_CACHE and not xmajor:
-        variants += (TILED,)
+    variants = [*VARIANTS]
+    if not xmajor:
+        variants += [TILED] if cache == TILED_CACHE else [] if quantized else WIDE_VARIANTS
     # Wide ones of 16 bits by TMA are for head sizes that decode_sm90 does not take.
     return [
         (copies, features, wide)
