@@ -14,7 +14,7 @@ void check_tensor_map(const void* map);
 
 namespace ptx {
 
-inline void prefetch_l2(const void*) {}
+inline void prefetch_l2(const void* address) {}
 inline void prefetch_tensormap(const TensorMap* map) { emu::check_tensor_map(map); }
 inline void tma_load_2d(unsigned dst, const TensorMap* map, unsigned bar, int c0, int c1) {
   const int at[] = {c0, c1};
