@@ -135,7 +135,7 @@ def test_what_few_examples_would_miss(executor: str, case: PagedCase) -> None:
     try:
         law_paged_matches_reference(EXECUTORS[executor][0](), case)
     except Unsupported as refusal:
-        assert executor.startswith("cuda paged_"), refusal
+        assert executor.startswith("cuda "), refusal  # of a backend that is forced
 
 
 def test_a_law_says_whether_it_is_about_an_op() -> None:
