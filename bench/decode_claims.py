@@ -88,7 +88,12 @@ DECODE_CLAIMS = (
         least=3.0,
         factor=where(lambda r: r.batch >= 8 and r.max_k >= 4096, VLLM),
     ),
-    Claim(text="of our NHD speed, x-major", least=0.9, factor=over("decode_split (nhd)")),
+    # "Within 10 % of our NHD speed": a ratio of speeds of 0.9 or more, of times of 1.11 or less.
+    Claim(
+        text="of our NHD speed, x-major, so within 10 % of it",
+        least=0.9,
+        factor=over("decode_split (nhd)"),
+    ),
     Claim(
         text="x as fast with fp8, where bf16 holds 1 GB",
         least=1.7,

@@ -2,7 +2,8 @@
 """What tells the cases of a suite apart, beside their length: panels of a plot, lines of a table.
 
 A facet counts where it takes several values at one length, among cases that are alike in the facets
-before it; so a suite that varies head counts with head sizes is split by one of the two alone.
+before it; so a suite that varies head counts with head sizes is split by one of the two alone. The
+number of queries counts too where it differs along a line and is not the length itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ Labels = tuple[str, ...]  # a value for each facet that counts
 
 CEILINGS = ("read", "copy", "add")  # no attention: what memory gives in the same run
 OTHERS = ("cudnn_fp8", *CEILINGS)  # that are no rivals: less precise, or no attention
+QUERIES = "queries"
 FIRST = ("none", "plain")  # masks, and scores, that others are compared with
 NAMES = {
     "fa2": "FlashAttention-2",
@@ -72,7 +74,7 @@ FACETS: dict[str, Callable[[Row], str]] = {
     "page": lambda r: str(r.page_size),
     "heads": lambda r: f"{r.q_heads} over {r.kv_heads}",
     "batch": lambda r: str(r.batch),
-    "queries": lambda r: str(r.max_q),
+    QUERIES: lambda r: str(r.max_q),
 }
 
 
@@ -84,9 +86,42 @@ def facets(rows: Sequence[Row]) -> list[str]:
         for row in rows:
             alike = (length(row), *(FACETS[f](row) for f in found))
             seen.setdefault(alike, set()).add(value(row))
-        if any(len(values) > 1 for values in seen.values()):
+        if any(len(values) > 1 for values in seen.values()) or (
+            facet == QUERIES and _several_queries(rows, found)
+        ):
             found.append(facet)
     return found
+
+
+def _several_queries(rows: Sequence[Row], names: Sequence[str]) -> bool:
+    """Whether cases that are alike in some facets have other numbers of queries over their keys."""
+    seen: dict[Labels, set[int]] = {}
+    for row in (r for r in rows if _few_queries(r)):
+        seen.setdefault(tuple(FACETS[f](row) for f in names), set()).add(row.max_q)
+    return any(len(queries) > 1 for queries in seen.values())
+
+
+def _few_queries(row: Row) -> bool:
+    """Whether a case is not one of as many queries as keys."""
+    return row.max_k not in (0, row.max_q)
+
+
+def shared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """What all attention of some rows has in common, beside its type, and the facets `names` do not
+    say; in words.
+    """
+    if not all(row.max_k for row in rows):
+        return []
+    told = {
+        facet: values.pop()
+        for facet, value in FACETS.items()
+        if facet not in ("type", *names) and len(values := {value(row) for row in rows}) == 1
+    }
+    if not all(_few_queries(row) for row in rows):
+        told.pop(QUERIES, None)
+    if all(row.kv_dtype == row.dtype for row in rows):
+        told.pop("cache", None)
+    return [words(f, x) for f, x in told.items() if x not in ("", "0", "plain", "dense")]
 
 
 def split(

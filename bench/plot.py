@@ -5,7 +5,7 @@
     python bench/plot.py --check    say which are not of the committed rows; exits with 1 for some
 
 Needs matplotlib, and no GPU. Each PNG holds a digest of the rows that it was drawn from. A peer
-that was not measured is named as such in the legend.
+that has rows nowhere is named as such in the legend.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import twins
-from bench.cases import SUITES, Suite, dense
-from bench.facets import OTHERS, Group, length, name, short, split, words
+from bench.cases import SUITES, Suite
+from bench.facets import OTHERS, Group, length, name, shared, short, split, words
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
 from bench.plot_fp16 import draw_fp16
+from bench.plot_traffic import draw_traffic
 from bench.rows import RESULTS, ROOT, Row, groups, load
 from rawattn import roofline
-from rawattn.device import DEVICES, Device
+from rawattn.device import Device
 from rawattn.roofline.draw import COLOURS, MARKERS, STYLE, draw, points, pyplot, save
 
 IMAGES = ROOT / "docs" / "img"
 KEY = "Rows"  # of the PNG text chunk
 COLUMNS = 3  # panels side by side
 GREY = COLOURS[7]
-# One colour for a library in all pictures; its forms differ by marker.
+# One colour for a library in all pictures. Its forms differ by marker; those of FORMS are hollow,
+# and their lines are broken.
 LOOKS = {
     "fa3": (COLOURS[1], "s"),
     "cudnn": (COLOURS[2], "^"),
@@ -55,6 +57,8 @@ LOOKS = {
     "copy": (GREY, "*"),
     "add": (GREY, "P"),
 }
+FORMS = ("cudnn_fe", "flashinfer_cuda", "vllm_v2")
+BARS = "bars: p20 to p80"
 LEAST = 3  # lengths that make a line; kinds of cases with fewer are in the tables alone
 
 
@@ -90,7 +94,7 @@ def pictures(results: Path = RESULTS) -> list[Picture]:
     install = results / "install" / "install_size.csv"
     if install.exists():
         found.append(_picture("install", (install,), _draw_install))
-    return [*found, _picture("traffic", (), _draw_traffic)]
+    return [*found, _picture("traffic", (), draw_traffic)]
 
 
 def _picture(
@@ -120,6 +124,10 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
     facets, kinds = split(groups(load(source)).values(), suite.backend, LEAST)
     cells = [group for part in kinds.values() for group in part]
     by_compute = [g[suite.backend].bound for g in cells].count("compute") * 2 >= len(cells)
+    measured = {row.backend for row in load(source)}
+    if len(cells) == len(kinds) > 1:
+        _draw_cells(path, text, suite, facets, kinds, by_compute, measured)
+        return
     plt = pyplot()
     with plt.rc_context(STYLE):
         wide = 2 if len(kinds) == 4 else min(COLUMNS, len(kinds))
@@ -134,15 +142,65 @@ def _draw_suite(path: Path, text: dict[str, str], suite: Suite, source: Path) ->
             panels[place].set_title(textwrap.fill(title, 48), fontsize=8.5)
         for panel in panels[len(order) :]:
             panel.set_visible(False)
-        figure.supylabel("TFLOP/s" if by_compute else "GB/s of least bytes", fontsize=10)
+        figure.supylabel(_figure(by_compute), fontsize=10)
         what = "keys of a sequence" if cells[0][suite.backend].max_k else "tokens"
-        figure.supxlabel(f"{what} (log scale); bars: p20 to p80", fontsize=10)
+        told = "; ".join([f"{what} (log scale)", *_common(suite, cells, facets), BARS])
+        figure.supxlabel(told, fontsize=10)
         gpu = cells[0][suite.backend].gpu
         _peak(panels[: len(order)], Device.named(gpu), by_compute)
         figure.suptitle(f"{suite.name} on {gpu}: higher is faster", fontsize=12)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.2 / size[1]))  # below the title
-        _legend(figure, suite, cells, {row.backend for row in load(source)})
+        _legend(figure, suite, cells, measured)
         save(figure, path, **text)
+
+
+def _draw_cells(
+    path: Path,
+    text: dict[str, str],
+    suite: Suite,
+    facets: Sequence[str],
+    kinds: dict[tuple[str, ...], list[Group]],
+    by_compute: bool,
+    measured: Collection[str],
+) -> None:
+    """A line for each cell, where no two differ in length alone: there is nothing to connect."""
+    cells = [part[0] for part in kinds.values()]
+    labels = [
+        ", ".join([*map(words, facets, values), f"{short(length(group[suite.backend]))} keys"])
+        for values, group in zip(kinds, cells, strict=True)
+    ]
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(11, 0.4 * len(cells) + 1.6))
+        for backend in (suite.backend, *suite.peers):
+            at = [i for i, group in enumerate(cells) if backend in group]
+            numbers = [_speed(cells[i][backend], by_compute) for i in at]
+            bars = tuple(zip(*[(low, high) for _, low, high in numbers], strict=True))
+            look = _look(suite, backend) | {"linestyle": "none", "elinewidth": 1.3}
+            if at:
+                axes.errorbar([speed for speed, _, _ in numbers], at, xerr=bars, **look)
+        axes.set_yticks(range(len(cells)), labels)
+        axes.invert_yaxis()
+        gpu = cells[0][suite.backend].gpu
+        peak, unit = _vendors(Device.named(gpu), by_compute)
+        axes.set_xlim(0, 1.05 * max(peak, axes.get_xlim()[1]))
+        axes.axvline(peak, color="#444444", linestyle=":", linewidth=1)
+        axes.set_xlabel(f"{_figure(by_compute)}; {BARS}; dotted: vendor's peak {peak:.0f} {unit}")
+        told = "; ".join([f"{suite.name} on {gpu}", *_common(suite, cells, facets)])
+        axes.set_title(f"{told}: farther right is faster", fontsize=12)
+        figure.tight_layout()
+        _legend(figure, suite, cells, measured)
+        save(figure, path, **text)
+
+
+def _figure(by_compute: bool) -> str:
+    return "TFLOP/s" if by_compute else "GB/s of least bytes"
+
+
+def _common(suite: Suite, cells: Sequence[Group], facets: Sequence[str]) -> list[str]:
+    """What all cells have in common, as one part of a label; none where that is nothing."""
+    told = shared([group[suite.backend] for group in cells], facets)
+    return [", ".join(told)] if told else []
 
 
 def _by_column(
@@ -188,15 +246,16 @@ def _look(suite: Suite, backend: str) -> dict[str, Any]:
     return {
         "color": colour,
         "marker": marker,
-        "markersize": 5,
+        "markersize": 7 if backend in FORMS else 5,
+        "markerfacecolor": "none" if backend in FORMS else colour,
         "linewidth": 2.2 if ours else 1.3,
-        "linestyle": "--" if backend in OTHERS else "-",
+        "linestyle": "--" if backend in OTHERS else "-." if backend in FORMS else "-",
         "zorder": 3 if ours else 2,
     }
 
 
 def _legend(figure: Any, suite: Suite, cells: Sequence[Group], measured: Collection[str]) -> None:
-    """One for all panels; a peer without rows there, or anywhere, is named as a gap."""
+    """One for all panels; a peer that has rows nowhere is named as a gap."""
     from matplotlib.lines import Line2D
 
     shown = {backend for group in cells for backend in group}
@@ -204,16 +263,14 @@ def _legend(figure: Any, suite: Suite, cells: Sequence[Group], measured: Collect
     for b in (suite.backend, *suite.peers):
         if b in shown:
             handles.append(Line2D([], [], label=name(b), **_look(suite, b)))
-            continue
-        gap = "in other cells alone" if b in measured else "not measured"
-        handles.append(Line2D([], [], color="none", label=f"{name(b)} ({gap})"))
+        elif b not in measured:
+            handles.append(Line2D([], [], color="none", label=f"{name(b)} (not measured)"))
     figure.legend(handles=handles, loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0.0))
 
 
 def _peak(panels: Sequence[Any], device: Device, by_compute: bool) -> None:
     """The vendor's peak in each panel; all share one scale."""
-    tflops, gb_per_s = roofline.peaks(device)
-    peak, unit = (tflops, "TFLOP/s of 16 bits") if by_compute else (gb_per_s, "GB/s")
+    peak, unit = _vendors(device, by_compute)
     panels[0].set_ylim(0, 1.05 * max(peak, panels[0].get_ylim()[1]))  # all share it
     for axes in panels:
         axes.axhline(peak, color="#444444", linestyle=":", linewidth=1)
@@ -226,6 +283,12 @@ def _peak(panels: Sequence[Any], device: Device, by_compute: bool) -> None:
         va="top",
         fontsize=8,
     )
+
+
+def _vendors(device: Device, by_compute: bool) -> tuple[float, str]:
+    """A peak, and its unit."""
+    tflops, gb_per_s = roofline.peaks(device)
+    return (tflops, "TFLOP/s of 16 bits") if by_compute else (gb_per_s, "GB/s")
 
 
 def _draw_roofs(path: Path, text: dict[str, str], *sources: Path) -> None:
@@ -294,49 +357,6 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[float], form: str) -
     axes.margins(x=0.18)
     if not axes.yaxis_inverted():
         axes.invert_yaxis()
-
-
-def _draw_traffic(path: Path, text: dict[str, str]) -> None:
-    """Bytes of one head over the length: the formulas of `rawattn.roofline.traffic`."""
-    lengths = [2**i for i in range(9, 18)]
-    problems = [
-        replace(dense(128, False, 512).problem, batch=1, q_heads=1, kv_heads=1, max_q=n, max_k=n)
-        for n in lengths
-    ]
-    lines = {
-        "standard: S and P written and read": [roofline.standard(p).total for p in problems],
-        "FlashAttention-1, 128 x 128 tiles": [
-            roofline.keys_outside(p, 128, 128).total for p in problems
-        ],
-        "FlashAttention-2, 128 x 64 tiles": [
-            roofline.queries_outside(p, 128, 64).total for p in problems
-        ],
-        "each tensor once": [roofline.work(p).bytes for p in problems],
-    }
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(8, 4.6))
-        for i, (label, moved) in enumerate(lines.items()):
-            axes.plot(
-                lengths,
-                [x / 2**20 for x in moved],
-                color=COLOURS[i],
-                marker=MARKERS[i],
-                markersize=5,
-                label=label,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(lengths, [short(n) for n in lengths])
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("queries and keys")
-        axes.set_ylabel("MiB through device memory, no cache")
-        axes.set_title("One head, head_dim 128, bf16, no mask: computed, not measured")
-        axes.legend()
-        l2 = DEVICES["A100"].l2_bytes / 2**20
-        axes.axhline(l2, color="#444444", linestyle=":", linewidth=1)
-        axes.text(lengths[0], l2 * 1.1, f"L2 of an A100, {l2:.0f} MiB", va="bottom")
-        save(figure, path, **text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

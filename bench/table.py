@@ -26,7 +26,7 @@ from bench import repeat, twins
 from bench.cases import SUITES, Suite
 from bench.check import SOFTCAP
 from bench.compare import FLOOR
-from bench.facets import OTHERS, Group, length, name, split
+from bench.facets import OTHERS, Group, length, name, shared, split
 from bench.first_output import FIRST_OUTPUT
 from bench.host_time import HostRow
 from bench.install_size import InstallRow
@@ -222,7 +222,8 @@ def _gpu_table(suite: Suite, path: str, rows: Sequence[Row], least: int) -> str:
     lines = [heads, ["---"] * (1 + len(facets)) + ["---:"] * (1 + len(peers))]
     lines += [[*labels, *_cells(suite, peers, cells, figure)] for labels, cells in kinds.items()]
     missing = [name(p) for p in suite.peers if p not in {row.backend for row in rows}]
-    caption = _caption(suite, path, newest, figure, missing)
+    common = shared([group[suite.backend] for group in newest], facets)
+    caption = _caption(suite, path, newest, figure, peers, missing, common)
     return f"{_table(lines)}\n{caption}{_behind(suite, every, None if least == 1 else WORST)}"
 
 
@@ -273,18 +274,25 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _caption(
-    suite: Suite, path: str, newest: Sequence[Group], figure: str, missing: Sequence[str]
+    suite: Suite,
+    path: str,
+    newest: Sequence[Group],
+    figure: str,
+    shown: Sequence[str],
+    missing: Sequence[str],
+    common: Sequence[str],
 ) -> str:
     rows = [row for group in newest for row in group.values()]
     ours = [group[suite.backend] for group in newest]
-    peers = [row for row in rows if row.backend in suite.peers]
+    peers = [row for row in rows if row.backend in shown]
     versions = {f"{name(row.backend)} in {row.peer_version}" for row in peers}
     gap = f" Not measured: {'; '.join(missing)}." if missing else ""
+    alike = f" All lines: {', '.join(common)}." if common else ""
     return (
         f"{suite.backend} on {_list(r.gpu for r in rows)}, driver {_list(r.driver for r in rows)}, "
         f"{_list(r.dtype for r in ours)}. Each line spans the lengths measured: "
         f"smallest to largest {figure}, and smallest to largest speed as a multiple of the peer's "
-        "(above 1 we are faster), medians of interleaved launches in one run. "
+        f"(above 1 we are faster), medians of interleaved launches in one run.{alike} "
         f"Peers: {_list(versions, '; ')}.{gap} "
         f"{_code(rows)}, {_list(r.timestamp[:10] for r in rows)}. "
         f"Rows: [{path.removeprefix('../')}]({path}).\n"

@@ -80,7 +80,7 @@ def table(found: Sequence[Pair], backend: str) -> list[list[str]]:
             continue
         cells = {pair.row.case for pair in some}
         ours = [p for p in kinds.get((forms, backend), []) if p.row.case in cells]
-        label = f"all, where {name(owner)} has both"
+        label = f"all, where {name(owner)} was measured in both"
         lines += [_line(backend, forms, label, ours)] if ours else []
         lines.append(_line(name(owner), forms, "all", some))
     heads = ["", "forms", "head dim", "cells", "geometric mean", "least", "most"]

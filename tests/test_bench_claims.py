@@ -223,7 +223,7 @@ def test_the_table_of_two_forms_has_each_head_size_and_the_peer_s_cells() -> Non
         [OURS, twins.FP16, "64", "12"],
         [OURS, twins.FP16, "128", "12"],
         [OURS, twins.FP16, "256", "12"],
-        [OURS, twins.FP16, "all, where FlashAttention-3 has both", "6"],
+        [OURS, twins.FP16, "all, where FlashAttention-3 was measured in both", "6"],
         ["FlashAttention-3", twins.FP16, "all", "6"],
     ]
     assert lines[5][4:] == [

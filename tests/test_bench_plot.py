@@ -33,6 +33,20 @@ def test_facets_are_what_differs_at_one_length() -> None:
     assert facets.mask(row("x", 1.0, window_left=5, window_right=0)) == "window 5, 0"
 
 
+def test_queries_count_where_a_line_would_mix_them() -> None:
+    chunks = [row("x", 1.0, max_q=q, max_k=k) for q, k in ((512, 32768), (2048, 8192))]
+    assert facets.facets(chunks) == ["queries"]
+    assert facets.facets([row("x", 1.0, max_q=n, max_k=n) for n in (512, 1024)]) == []
+
+
+def test_what_all_cells_have_in_common_is_told() -> None:
+    cells = [row("x", 1.0, max_q=1, max_k=n, page_size=p) for n in (512, 1024) for p in (16, 64)]
+    told = facets.shared(cells, ["page"])
+    assert {"no mask", "queries 1"} <= set(told) and not any("page" in words for words in told)
+    assert facets.shared([row("x", 1.0, max_q=n, max_k=n) for n in (512, 1024)], []) != []
+    assert facets.shared([row("merge", 1.0, max_q=512, max_k=0)], []) == []
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures, in place of files."""
@@ -69,10 +83,28 @@ def test_a_plot_of_a_suite_shows_its_rows_and_names_gaps(
     assert words == [
         "fwd_sm80",
         "FlashAttention-2",
-        "cuDNN (in other cells alone)",
         "FlashAttention-3 (not measured)",
     ]
     assert axes.get_ylim()[0] == 0
+
+
+def test_cells_that_differ_in_queries_are_not_connected(drawn: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    kind = {"op": "decode", "q_heads": 32, "kv_heads": 8, "window_right": 0, "page_size": 16}
+    for queries, keys in ((512, 4096), (2048, 8192)):
+        cell = {**kind, "case": str(queries), "max_q": queries, "max_k": keys, "timestamp": "0"}
+        append(path, [row("fwd_sm90_paged", 10.0, **cell), row("fa3", 20.0, **cell)])
+    plot._draw_suite(path, {}, SUITES["prompts"], path)
+    (axes,) = drawn[0].axes
+    words = [label.get_text() for label in axes.get_yticklabels()]
+    assert words == ["queries 512, 4k keys", "queries 2048, 8k keys"]
+    ours, peer = axes.containers
+    assert ours.lines[0].get_linestyle() == "None"
+    assert (list(ours.lines[0].get_xdata()), list(peer.lines[0].get_xdata())) == (
+        [100.0, 100.0],
+        [50.0, 50.0],
+    )
+    assert "causal" in axes.get_title() and "32 over 8 heads" in axes.get_title()
 
 
 def test_a_line_breaks_where_a_peer_was_not_measured(drawn: list[Any], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rawattn import device, plan
 from rawattn.__main__ import main, parser
 from rawattn.cli import flags, info, text
 from rawattn.device import Device
+from rawattn.plan.fwd_sm90 import DYNAMIC
 from rawattn.problem import Problem
 
 pytest_plugins = ("tests.cli",)
@@ -80,7 +81,9 @@ def test_plan_says_what_the_planner_says(run: Any) -> None:
     facts = run(f"plan --json {line}").facts
     assert facts["backend"] == made.backend
     (found,) = facts["launches"]
-    assert found["grid"] == launch.grid and found["scalars"] == dict(launch.scalars)
+    scalars = dict(launch.scalars)
+    assert found["grid"] == launch.grid
+    assert found["scalars"] == scalars | {"schedule": "dynamic"} and scalars["schedule"] == DYNAMIC
     assert found["threads"] == launch.config.threads
     assert found["smem_bytes"] == launch.config.smem_bytes
     assert {name: getattr(launch.config, name) for name in found["config"]} == found["config"]
@@ -92,6 +95,14 @@ def test_plan_says_what_the_planner_says(run: Any) -> None:
         "workspace",
     ):
         assert word in " ".join(shown.split())
+
+
+def test_plan_shows_no_scalars_that_only_divide(run: Any) -> None:
+    line = "plan --device H200 --q-len 1 --k-len 8192 --cache NHD --json"
+    (launch,) = run(line).facts["launches"]
+    assert launch["kernel"] == "decode_split"
+    names = ["columns", "rows", "lines", "row_blocks", "span", "column_slots"]
+    assert list(launch["scalars"]) == names
 
 
 def test_plan_names_the_backends_passed_over(run: Any) -> None:

@@ -107,7 +107,8 @@ def test_the_readme_has_lines_of_many_lengths_alone(tmp_path: Path) -> None:
     made = table.markdown("README.md", results)
     assert "| 3, 512 to 2048 | 200 | 0.80 |\n" in made and "1, 512" not in made
     assert "/ cuDNN" not in made and " Not measured: cuDNN; FlashAttention-3. " in made
-    assert "head dim" not in made  # it has one value among the lines
+    # it has one value among the lines
+    assert "| head dim |" not in made and "All lines: head dim 64, causal" in made
     assert "(bench/results/" in made
     assert "head dim" in table.markdown("docs/bench.md", results)
 

@@ -12,8 +12,11 @@ from rawattn.cli import flags
 from rawattn.cli.calls import Call, call_of
 from rawattn.device import Device
 from rawattn.plan import Launch
+from rawattn.plan.fwd_sm90 import DYNAMIC, STATIC
 from rawattn.problem import Unsupported
 from rawattn.settings import forced_backend
+
+ORDERS = {STATIC: "static", DYNAMIC: "dynamic"}  # of query tiles, TileOrder of cuda/schedule.cuh
 
 
 def run(args: Namespace) -> tuple[dict[str, Any], int]:
@@ -73,5 +76,15 @@ def _launch_facts(launch: Launch) -> dict[str, Any]:
         "threads": launch.config.threads,
         "smem_bytes": launch.config.smem_bytes,
         "config": asdict(launch.config),  # type: ignore[call-overload]
-        "scalars": dict(launch.scalars),
+        "scalars": dict(_scalar(*pair) for pair in launch.scalars if not _divides(pair[0])),
     }
+
+
+def _scalar(name: str, value: int) -> tuple[str, int | str]:
+    """A scalar as it is shown: the order of query tiles by its name."""
+    return name, ORDERS[value] if name == "schedule" else value
+
+
+def _divides(name: str) -> bool:
+    """Whether a scalar only says how a kernel divides by a number that the plan shows anyway."""
+    return name.endswith(("_magic", "_shift"))
