@@ -35,6 +35,18 @@ CASES = {
     "a contiguous cache": PagedCase(
         **COMMON, q_lens=(20, 20), k_lens=(256, 3), table="rows", causal=True
     ),
+    "a token a page": PagedCase(**COMMON, q_lens=(3, 3), k_lens=(1, 1), page=1, tight=True),
+    "a token a page, HND": PagedCase(
+        **COMMON, q_lens=(1, 3, 2), k_lens=(1, 1, 0), packed=True, layout="HND", page=1, tight=True,
+        memory="gaps", sink=True,
+    ),
+    "a contiguous cache of one token": PagedCase(
+        **COMMON, q_lens=(3, 3), k_lens=(1, 1), table="rows", new=1, tight=True, causal=True
+    ),
+    "a contiguous cache of one token, HND": PagedCase(
+        **COMMON, q_lens=(3, 3), k_lens=(1, 0), table="rows", layout="HND", tight=True
+    ),
+    "one block": PagedCase(**COMMON, q_lens=(20,), k_lens=(16,), tight=True, causal=True),
     "wide heads": PagedCase(
         **{**COMMON, "head_dim": 256}, q_lens=(65,), k_lens=(170,), causal=True, page=16
     ),
