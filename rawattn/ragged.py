@@ -8,6 +8,15 @@ Keys need no such map: those behind the end are masked, and never multiplied.
 from __future__ import annotations
 
 from rawattn.arrays import Spec
+from rawattn.problem import MAX_LENGTH
+from rawattn.tensor_map import describable
+
+
+def rows_of_one(values: Spec) -> bool:
+    """Whether there is such a map of values, and kernels can count its rows."""
+    if not describable(values, ragged=True):
+        return False
+    return values.shape[0] * rows_apart(values) <= MAX_LENGTH
 
 
 def rows_apart(values: Spec) -> int:

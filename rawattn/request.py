@@ -25,6 +25,7 @@ from rawattn.problem import (
     check_window,
     shown,
 )
+from rawattn.ragged import rows_of_one
 from rawattn.reference import Array
 from rawattn.tensor_map import describable
 
@@ -175,8 +176,9 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
 
 def _tma(specs: Arrays, k_rows: Rows) -> bool:
     """Whether tensor maps can describe what has rows of columns."""
-    given = (specs.q, specs.k, specs.v, specs.out)
-    return all(x is None or describable(x, ragged=k_rows is Rows.PADDED) for x in given)
+    if k_rows is Rows.PADDED and not rows_of_one(specs.v):
+        return False
+    return all(x is None or describable(x) for x in (specs.q, specs.k, specs.v, specs.out))
 
 
 def result_shapes(q: tuple[int, ...], value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
