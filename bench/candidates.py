@@ -17,7 +17,7 @@ from bench.cases import Case, Suite, Tensors
 from bench.check import check_steps, steps
 from bench.measure import Candidate
 from rawattn import forward
-from rawattn.arrays import DTYPES, view
+from rawattn.arrays import DTYPES, View, contiguous, empty, view
 from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.launch import Template
 from rawattn.plan import Launch, Plan
@@ -134,10 +134,14 @@ def variant_candidate(label: str, plan: Plan, tensors: Tensors) -> Candidate:
     views = Arrays(*(None if x is None else view(name, x) for name, x in arrays))
     specs = Arrays(*(x and x.spec for x in views))
     scalars = forward.kernel_scalars(specs, plan.problem, tensors.scale, tensors.softcap)
-    template = Template(plan, specs.q.device, scalars, specs._asdict())
-    packed = template.pack(forward.addresses(views))
+    size, device = plan.workspace_bytes, specs.q.device
+    workspace = empty(contiguous((size,), "uint8", device)) if size else None
+    given = {**specs._asdict(), "workspace": workspace and workspace.spec}
+    packed = Template(plan, device, scalars, given).pack(
+        [*forward.addresses(views), workspace.pointer if workspace else 0]
+    )
 
-    def run() -> Any:
+    def run(workspace: View | None = workspace) -> Any:  # which lives as long as this
         packed()
         return tensors.out
 

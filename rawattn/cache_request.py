@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rawattn.arrays import DTYPES, Spec
 from rawattn.paged_problem import Scale
 from rawattn.problem import MAX_LENGTH, CacheLayout, check_scalar, shown
+from rawattn.ragged import rows_of_one
 from rawattn.reference_paged import BlockSparse
 from rawattn.request import count, expect, widest
 from rawattn.tensor_map import describable
@@ -195,20 +196,14 @@ def as_rows(cache: Spec, layout: CacheLayout) -> Spec:
 
 
 def tensor_maps(cache: Cache, rows: Sequence[Spec | None], caches: Sequence[Spec]) -> bool:
-    """Whether tensor maps can describe q and out, and caches that are not x-major: their tokens
-    also as those of one sequence, of all blocks.
+    """Whether tensor maps can describe q and out, and keys and values that are not x-major: tokens
+    of values also as those of one sequence, of all blocks.
     """
     if cache.layout is not CacheLayout.X_MAJOR:
-        tokens = [as_rows(x, cache.layout) for x in caches]
-        if not all(describable(x, ragged=True) and _countable(x) for x in tokens):
+        k, v = (as_rows(x, cache.layout) for x in caches)
+        if not (describable(k) and rows_of_one(v)):
             return False
     return all(x is None or describable(x) for x in rows)
-
-
-def _countable(cache: Spec) -> bool:
-    """Whether the tokens of all blocks are places of a tensor map."""
-    block, token = cache.steps[:2]
-    return cache.shape[0] * block < MAX_LENGTH * max(1, token)
 
 
 def _cache_dtype(name: str, spec: Spec, dtype: str, kv_cache_dtype: str) -> str:

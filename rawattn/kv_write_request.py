@@ -135,8 +135,11 @@ def appended(
     if v is None:
         raise ValueError(f"{names.v} is None: with {names.k} accepted is an array")
     packed = specs.cu_seqlens_new is not None
-    rows = ("total_k",) if packed else (problem.batch, "new_len")
-    expect(names.k, k, (*rows, cache.kv_heads, cache.head_dim), problem.dtype)
+    if packed:
+        expect(names.k, k, ("total_k", cache.kv_heads, cache.head_dim), problem.dtype)
+    else:
+        dense = problem.batch, "new_len", cache.kv_heads, cache.head_dim
+        expect(names.k, k, dense, problem.dtype, packed=names.cu_seqlens_new)
     expect(names.v, v, (*k.shape[:-2], cache.kv_heads, cache.value_dim), problem.dtype)
     expect(names.cu_seqlens_new, specs.cu_seqlens_new, (problem.batch + 1,), "int32")
     if problem.table is PageTable.CSR or specs.seqused_k is None:

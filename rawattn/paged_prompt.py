@@ -12,6 +12,7 @@ from rawattn.calls import ABSENT, Ref
 from rawattn.forward import kernel_scalars
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.fwd_sm90_paged import twin
+from rawattn.ragged import rows_apart
 from rawattn.request import Arrays
 
 
@@ -32,12 +33,11 @@ def scalars_of(
     specs = Arrays(**{name: arrays[name].spec for name in Arrays._fields})
     table = arrays["block_table"].spec
     assert table is not None
-    v_page, v_token = specs.v.steps[:2]
     return {
         **kernel_scalars(specs, twin(problem), scale, softcap),
         "k_len": problem.max_k,
         "stride_table": table.steps[0],
         "page": problem.page,
-        "page_rows": v_page // v_token if v_token else 0,
+        "page_rows": rows_apart(specs.v),
         "new_k": new_k,
     }

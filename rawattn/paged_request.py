@@ -275,7 +275,8 @@ def _queries(
     """Batch, longest query and row layout."""
     q, table, head_dim = specs.q, specs.cu_seqlens_q, cache.head_dim
     if table is None:
-        expect(names.q, q, ("batch", "q_len", "q_heads", head_dim), q.dtype)
+        dense = "batch", "q_len", "q_heads", head_dim
+        expect(names.q, q, dense, q.dtype, packed=names.cu_seqlens_q)
         batch, max_q, rows = q.shape[0], q.shape[1], Rows.DENSE
         _check_bound("max_seqlen_q", options.max_seqlen_q, max_q, f"rows of {names.q}")
     else:

@@ -25,6 +25,7 @@ from rawattn.problem import (
     check_window,
     shown,
 )
+from rawattn.ragged import rows_of_one
 from rawattn.reference import Array
 from rawattn.tensor_map import describable
 
@@ -175,8 +176,9 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
 
 def _tma(specs: Arrays, k_rows: Rows) -> bool:
     """Whether tensor maps can describe what has rows of columns."""
-    given = (specs.q, specs.k, specs.v, specs.out)
-    return all(x is None or describable(x, ragged=k_rows is Rows.PADDED) for x in given)
+    if k_rows is Rows.PADDED and not rows_of_one(specs.v):
+        return False
+    return all(x is None or describable(x) for x in (specs.q, specs.k, specs.v, specs.out))
 
 
 def result_shapes(q: tuple[int, ...], value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,15 +221,22 @@ def _keys(specs: Arrays, options: Options, batch: int) -> tuple[int, Rows]:
     return bound("max_seqlen_k", options.max_seqlen_k, k.shape[-3]), rows
 
 
-def expect(name: str, spec: Spec | None, shape: tuple[int | str, ...], *dtypes: str) -> None:
-    """TypeError or ValueError for an array of another dtype or shape; words are any size."""
+def expect(
+    name: str, spec: Spec | None, shape: tuple[int | str, ...], *dtypes: str, packed: str = ""
+) -> None:
+    """TypeError or ValueError for an array of another dtype or shape; words are any size. `packed`:
+    the argument with which rows of (batch, rows, heads, size) would be packed.
+    """
     if spec is None:
         return
     if len(spec.shape) != len(shape) or any(
         isinstance(want, int) and size != want for size, want in zip(spec.shape, shape, strict=True)
     ):
         accepted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{name} has shape {spec.shape}: accepted is ({accepted})")
+        other = ""
+        if packed and len(spec.shape) == 3:
+            other = f", or with {packed} (total, {', '.join(map(str, shape[2:]))})"
+        raise ValueError(f"{name} has shape {spec.shape}: accepted is ({accepted}){other}")
     if spec.dtype not in dtypes:
         verb = "is" if len(dtypes) == 1 else "are"
         raise TypeError(f"{name} has dtype {spec.dtype}: accepted {verb} {', '.join(dtypes)}")

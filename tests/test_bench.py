@@ -254,7 +254,7 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
             seen.update(scalars, **dict(made.launches[0].scalars))
 
         def pack(self, pointers: list[int]) -> Callable[[], None]:
-            seen.update(zip(Arrays._fields, pointers, strict=True))
+            seen.update(zip((*Arrays._fields, "workspace"), pointers, strict=True))
             return lambda: seen.update(launched=True)
 
     monkeypatch.setattr(candidates, "Template", Template)
@@ -264,7 +264,7 @@ def test_a_variant_is_launched_with_all_that_a_kernel_reads(
     t = Tensors(q=q, k=k, v=v, out=q.copy(), lse=lse, scale=0.5)
     found = candidates.variant_candidate("x", plan.plan(p, H200, "fwd_sm80"), t)
     fields = {name for name, _ in registry.params_struct("FwdParams")._fields_}
-    assert fields | {"new_k"} == seen.keys()  # of fwd_sm90
+    assert fields | {"new_k", "workspace"} == seen.keys()  # of fwd_sm90
     assert (seen["out"], seen["lse"], seen["sink"]) == (t.out.ctypes.data, lse.ctypes.data, 0)
     assert (seen["stride_k_row"], seen["stride_lse_batch"]) == (2048, 96)
     assert found.run() is t.out and seen["launched"]

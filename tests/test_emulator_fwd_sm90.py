@@ -200,3 +200,21 @@ def test_calls_that_are_cut_work_in_a_workspace() -> None:
     assert rawattn.prepare(rawattn.flash_attn_func, q, k, v).workspace_size == 0, "NumPy"
     want = rawattn.flash_attn_func(q2, k, v, causal=True)
     assert np.allclose(got, want, atol=2e-3)
+
+
+def test_padded_keys_may_be_any_distance_apart() -> None:
+    """No whole number of rows, with NaN between sequences; values may not."""
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 3, 20, 2, 64)).astype(np.float16)
+    q, starts = v[:, 0], np.arange(4, dtype=np.int32)
+    room = np.full((3, 20 * 128 + 64), np.nan, np.float16)
+    room[:, : 20 * 128] = k.reshape(3, -1)
+    odd = np.lib.stride_tricks.as_strided(room, k.shape, (room.strides[0], *k.strides[1:]))
+    used = np.array([20, 0, 7], np.int32)
+    call = {"cu_seqlens_q": starts, "seqused_k": used, "backend": "fwd_sm90"}
+    with emulated() as launched:
+        out = rawattn.flash_attn_varlen_func(q, odd, v, **call)
+        assert np.array_equal(out, rawattn.flash_attn_varlen_func(q, k, v, **call))
+        assert all(kernel.startswith("fwd_sm90") for kernel in launched)
+        with pytest.raises(rawattn.Unsupported, match="strides"):
+            rawattn.flash_attn_varlen_func(q, k, odd, **call)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+import rawattn
 from rawattn.testing.paged_cases import PagedCase
 from rawattn.testing.paged_laws import law_paged_matches_reference
-from tools.emulator.api import Template, paged_emulator_op
+from tests.cascades import cascade_is_the_whole
+from tools.emulator.api import Template, emulated, paged_emulator_op
 
 pytestmark = pytest.mark.emulator
 
@@ -35,6 +38,18 @@ CASES = {
     "a contiguous cache": PagedCase(
         **COMMON, q_lens=(20, 20), k_lens=(256, 3), table="rows", causal=True
     ),
+    "a token a page": PagedCase(**COMMON, q_lens=(3, 3), k_lens=(1, 1), page=1, tight=True),
+    "a token a page, HND": PagedCase(
+        **COMMON, q_lens=(1, 3, 2), k_lens=(1, 1, 0), packed=True, layout="HND", page=1, tight=True,
+        memory="gaps", sink=True,
+    ),
+    "a contiguous cache of one token": PagedCase(
+        **COMMON, q_lens=(3, 3), k_lens=(1, 1), table="rows", new=1, tight=True, causal=True
+    ),
+    "a contiguous cache of one token, HND": PagedCase(
+        **COMMON, q_lens=(3, 3), k_lens=(1, 0), table="rows", layout="HND", tight=True
+    ),
+    "one block": PagedCase(**COMMON, q_lens=(20,), k_lens=(16,), tight=True, causal=True),
     "wide heads": PagedCase(
         **{**COMMON, "head_dim": 256}, q_lens=(65,), k_lens=(170,), causal=True, page=16
     ),
@@ -52,3 +67,57 @@ def test_prompt(name: str) -> None:
     for seed in range(2):
         law_paged_matches_reference(paged_emulator_op(seed, "fwd_sm90_paged"), CASES[name])
         assert Template.launched[-1] == "fwd_sm90_paged"
+
+
+# ---- cascades, both of whose parts it is for -----------------------------------------------------
+
+CASCADES = {
+    "dense": PagedCase(**COMMON, q_lens=(40, 40), k_lens=(60, 0), causal=True),
+    "packed": PagedCase(
+        **COMMON, q_lens=(70, 1, 0), k_lens=(5, 140, 9), packed=True, causal=True
+    ),
+    "sink and softcap": PagedCase(
+        **COMMON, q_lens=(30, 30), k_lens=(9, 50), causal=True, sink=True, softcap=5.0
+    ),
+    "rows of q with gaps": PagedCase(
+        **COMMON, q_lens=(30, 30), k_lens=(9, 50), causal=True, memory="gaps", layout="HND"
+    ),
+    "one query a sequence": PagedCase(
+        **COMMON, q_lens=(1, 1, 1), k_lens=(9, 50, 0), causal=True, page=32
+    ),
+    "one sequence, no mask": PagedCase(**COMMON, q_lens=(20,), k_lens=(30,), tight=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_cascade(name: str) -> None:
+    for seed, pages in ((0, 3), (1, 1)):
+        cascade_is_the_whole(
+            CASCADES[name], pages, lambda seed=seed: emulated(seed=seed), "fwd_sm90_paged"
+        )
+        assert Template.launched == ["fwd_sm90_paged", "fwd_sm90_paged", "merge"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "part"), [(0, "the shared prefix"), (32, "what follows the shared prefix")]
+)
+def test_a_cascade_of_which_a_part_has_no_keys(prefix: int, part: str) -> None:
+    """The kernel refuses that part, as any call without keys; what chooses by itself takes it."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, 64)).astype(np.float16)
+    k_cache, v_cache = rng.standard_normal((2, 3, 16, 2, 64)).astype(np.float16)
+    call: dict[str, Any] = {
+        "cache_seqlens": np.array([32, 32], np.int32),
+        "block_table": np.array([[2, 0], [2, 0]], np.int32),
+        "common_prefix_len": prefix,
+        "causal": False,
+    }
+    with emulated() as ran:
+        rawattn.cascade_attention(q, k_cache, v_cache, **call)
+        assert ran[-1] == "merge" and all("decode" in kernel for kernel in ran[:-1])
+        with pytest.raises(rawattn.Unsupported, match=f"attention to {part}: .*no keys"):
+            rawattn.cascade_attention(q, k_cache, v_cache, **call, backend="fwd_sm90_paged")
+
+
+def test_a_cascade_of_kernels_without_a_prefix() -> None:
+    cascade_is_the_whole(CASCADES["dense"], 0, emulated)

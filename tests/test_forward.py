@@ -221,25 +221,32 @@ def test_rows_of_a_new_output_are_as_wide_as_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k_strides", "padded", "tma"),
+    ("name", "strides", "padded", "tma"),
     [
-        ((224, 32, 16, 1), False, True),
-        ((0, 32, 16, 1), False, True),  # the batch shares its keys
-        ((224, 0, 16, 1), False, True),
-        ((224, 0, 16, 1), True, False),  # sequences are no rows apart
-        ((228, 32, 16, 1), False, False),
-        ((232, 32, 16, 1), False, True),
-        ((232, 32, 16, 1), True, False),  # nor here
-        ((256, 32, 16, 1), True, True),
+        ("k", (224, 32, 16, 1), False, True),
+        ("k", (0, 32, 16, 1), False, True),  # the batch shares its keys
+        ("k", (228, 32, 16, 1), False, False),
+        ("k", (224, 0, 16, 1), True, True),
+        ("k", (232, 32, 16, 1), True, True),
+        ("v", (232, 32, 16, 1), False, True),
+        ("v", (256, 32, 16, 1), True, True),
+        ("v", (224, 0, 16, 1), True, False),  # sequences are no rows apart
+        ("v", (232, 32, 16, 1), True, False),  # nor here
+        ("v", (32 << 29, 32, 16, 1), True, True),
+        ("v", (64 << 29, 32, 16, 1), True, False),  # more rows than a ragged map has
+        ("v", (64 << 29, 32, 16, 1), False, True),
     ],
 )
-def test_what_tensor_maps_can_describe(k_strides: Any, padded: bool, tma: bool) -> None:
-    q, k = at(Q, 2, 5, 4, 16), at(K, 2, 7, 2, 16, strides=k_strides)
+def test_what_tensor_maps_can_describe(name: str, strides: Any, padded: bool, tma: bool) -> None:
+    """Where sequences end before their rows do, values are those of one array, rows after rows."""
+    q = at(Q, 2, 5, 4, 16)
+    given = {"k": at(K, 2, 7, 2, 16), "v": at(V, 2, 7, 2, 16)}
+    given[name] = at({"k": K, "v": V}[name], 2, 7, 2, 16, strides=strides)
     if not padded:
-        assert prepare(flash_attn_func, q, k, INPUTS[2]).plan.problem.tma == tma
+        assert prepare(flash_attn_func, q, **given).plan.problem.tma == tma
         return
     tables = {"cu_seqlens_q": at(6 << 20, 3, dtype="i"), "seqused_k": at(7 << 20, 2, dtype="i")}
-    prepared = prepare(flash_attn_varlen_func, at(Q, 50, 4, 16), k, INPUTS[2], **tables)
+    prepared = prepare(flash_attn_varlen_func, at(Q, 50, 4, 16), **given, **tables)
     assert prepared.plan.problem.tma == tma
 
 

@@ -42,7 +42,18 @@ BAD: Bad = [
         VALUE,
         "cache_leftpad: k_cache and v_cache have strides (3072, 128, 64, 4) and (6144, 128, 64, 4)",
     ),
-    (rows(**PACKED), VALUE, "k has shape (4, 2, 16): accepted is (2, new_len, 2, 16)"),
+    (
+        rows(**PACKED),
+        VALUE,
+        "k has shape (4, 2, 16): accepted is (2, new_len, 2, 16), or with cu_seqlens_k_new (total, "
+        "2, 16)",
+    ),
+    (
+        paged(q=zeros(4, 4, 16)),
+        VALUE,
+        "q has shape (4, 4, 16): accepted is (batch, q_len, q_heads, 16), or with cu_seqlens_q (tot"
+        "al, q_heads, 16)",
+    ),
     (rows(cu_seqlens_k_new=STARTS), VALUE, "cu_seqlens_k_new: without k accepted is None"),
     (rows(**PACKED, cu_seqlens_k_new=STARTS[:2]), VALUE, "cu_seqlens_k_new has shape (2,): accept"),
     (rows(**PACKED, cu_seqlens_k_new=STARTS * 2), VALUE, "cu_seqlens_k_new[1] is 6: accepted are "),

@@ -85,23 +85,44 @@ def test_boxes_cross_no_page() -> None:
     assert boxes["k_map"] == ((32, 16, 1, 1), False) and boxes["v_map"] == ((32, 16, 1), True)
 
 
+def paged(**changes: Any) -> tuple[np.ndarray, str]:
+    """out of 20 queries over 40 keys on the emulator, and the kernel of attention."""
+    rng = np.random.default_rng(0)
+    q, k_cache, v_cache = (
+        rng.standard_normal(shape).astype(np.float16)
+        for shape in ((1, 20, 4, 64), (5, 16, 2, 64), (5, 16, 2, 64))
+    )
+    call: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "causal": True}
+    call |= {"block_table": np.array([[4, 0, 3]], np.int32), "cache_seqlens": 40}
+    changed = {name: change(call[name]) for name, change in changes.items() if callable(change)}
+    with emulated() as ran:
+        out = rawattn.flash_attn_with_kvcache(**call | changes | changed)
+    return out, ran[-1]
+
+
+def half_a_token_apart(cache: np.ndarray) -> np.ndarray:
+    """The same, with NaN of half a token between pages."""
+    blocks, size = len(cache), cache[0].size
+    room = np.full((blocks, size + cache[0, 0].size // 2), np.nan, cache.dtype)
+    room[:, :size] = cache.reshape(blocks, size)
+    return np.lib.stride_tricks.as_strided(
+        room, cache.shape, (room.strides[0], *cache.strides[1:]), writeable=False
+    )
+
+
 def test_values_are_a_whole_number_of_tokens_apart() -> None:
     """Else their pages are no sequences of one array, and decoding takes them."""
-    q = np.zeros((1, 700, 8, 64), np.float16)
-    whole = np.zeros((80, 16, 1, 64), np.float16)
-    ragged = np.zeros(80 * (16 * 64 + 8), np.float16)
-    odd = np.lib.stride_tricks.as_strided(ragged, whole.shape, (2 * (16 * 64 + 8), 128, 128, 2))
-    table = np.arange(80, dtype=np.int32)[None]
-    for cache, kernel in ((whole, "fwd_sm90_paged"), (odd, "decode_sm90")):
-        with emulated() as ran:
-            backend = None if cache is odd else "fwd_sm90_paged"
-            rawattn.flash_attn_with_kvcache(
-                q,
-                whole,
-                cache,
-                cache_seqlens=np.array([3], np.int32),
-                block_table=table,
-                causal=True,
-                backend=backend,
-            )
-        assert ran[-1] == kernel
+    assert paged(backend="fwd_sm90_paged")[1] == "fwd_sm90_paged"
+    with pytest.raises(Unsupported, match="a tensor map can describe"):
+        paged(v_cache=half_a_token_apart, backend="fwd_sm90_paged")
+    out, kernel = paged(v_cache=half_a_token_apart)
+    assert kernel == "decode_sm90"
+    assert np.isfinite(out).all()
+
+
+def test_keys_may_be_any_distance_apart() -> None:
+    """A tensor map of keys has a dimension of pages."""
+    want, _ = paged(backend="fwd_sm90_paged")
+    out, kernel = paged(k_cache=half_a_token_apart, backend="fwd_sm90_paged")
+    assert kernel == "fwd_sm90_paged"
+    np.testing.assert_array_equal(out, want)

@@ -81,7 +81,7 @@ def varied(planned: plan.Plan, overrides: Overrides | Config) -> plan.Plan | Non
         raise TypeError(f"{kernel} has neither fields nor scalars {', '.join(sorted(unknown))}")
     grid = others.pop("grid", made.grid)
     made = replace(made, grid=grid, scalars=tuple((scalars | others).items()))
-    return replace(planned, launches=(made,))
+    return replace(planned, launches=(made,), workspace_bytes=made.workspace_bytes)
 
 
 def _compiled(kernel: str, config: Config, device: Device) -> str:

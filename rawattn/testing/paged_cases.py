@@ -60,6 +60,7 @@ class PagedCase:
     rotary: str = "none"
     split: int = 0
     memory: str = "contiguous"
+    tight: bool = False  # no page, table entry or slot that no sequence has; else some
     data: str = "normal"
     seed: int = 0
 
@@ -104,6 +105,7 @@ class PagedLimits(Narrowed):
     pages: tuple[int, ...] = (1, 2, 3, 5, 8, 16, 19, 32, 48, 64, 128, 256, 544)
     tables: tuple[str, ...] = TABLES
     memories: tuple[str, ...] = MEMORIES
+    tight: tuple[bool, ...] = (False, True)
     rotary: tuple[str, ...] = ROTARY
     new_packed: tuple[bool, ...] = (False, True)
     leftpad: tuple[bool, ...] = (False, True)

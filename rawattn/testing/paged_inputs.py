@@ -236,10 +236,10 @@ def spread(
     """
     c, rng = t.case, np.random.default_rng((t.case.seed, order))
     layout = CacheLayout(c.layout)
-    room = max(c.k_lens, default=0) + max(t.pads, default=0) + 3
-    page = room if c.table == "rows" else c.page
+    room = max(c.k_lens, default=0) + max(t.pads, default=0)
+    page = (max(1, room) if c.tight else room + 3) if c.table == "rows" else c.page
     counts = [1 if c.table == "rows" else -(-n // page) for n in c.k_lens]
-    blocks = sum(counts) + 2
+    blocks = sum(counts) + (0 if c.tight else 2)
     free = rng.permutation(blocks).tolist()
     ids = [[free.pop() for _ in range(n)] for n in counts]
     before = _empty_caches(t, layout, blocks, page, poison)
@@ -308,12 +308,14 @@ def _tables(t: PagedTensors, ids: list[list[int]], page: int, tail: int) -> dict
         return found | ({"cache_leftpad": pads} if c.leftpad else {})
     if c.table == "csr":
         last = [(n - 1) % page + 1 if n else tail % page for n in c.k_lens]
+        indices = [*(i for pages in ids for i in pages), *([] if c.tight else [tail])]
         return {
             "kv_indptr": np.cumsum([0, *map(len, ids)], dtype=np.int32),
-            "kv_indices": np.array([*(i for pages in ids for i in pages), tail], np.int32),
+            "kv_indices": np.array(indices, np.int32),
             "kv_last_page_len": np.array(last, np.int32),
         }
-    table = np.full((len(ids), max([0, *map(len, ids)]) + 1), tail, np.int32)
+    columns = max([0, *map(len, ids)]) + (0 if c.tight else 1)
+    table = np.full((len(ids), columns), tail, np.int32)
     for row, pages in zip(table, ids, strict=True):
         row[: len(pages)] = pages
     return {"block_table": table, "cache_seqlens": old}

@@ -84,6 +84,7 @@ def paged_cases(draw: DrawFn, limits: PagedLimits = PagedLimits()) -> PagedCase:
         rotary=draw(st.sampled_from(limits.rotary)) if new and head_dim >= 4 else "none",
         split=draw(st.sampled_from(limits.splits)),
         memory=draw(st.sampled_from(limits.memories)),
+        tight=draw(st.sampled_from(limits.tight)),
         data=draw(st.sampled_from(limits.data)),
         seed=draw(st.integers(0, 2**16)),
     )
