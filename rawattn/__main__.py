@@ -54,6 +54,7 @@ CALLS = (
     ("with", "--merge", ("--k-len", "--kv-heads", "--value-dim", *SCORES, "--cache", *PAGED)),
     ("with", "--copy-blocks", ("--batch", "--q-len", "--k-len", *SCORES, *ATTENTION)),
     ("with", "--leftpad", ("--page", "--csr")),
+    ("with", "--csr", ("--append",)),
     ("with", "--prefix", ("--window", "--alibi", *WITHOUT_PREFIX)),
 )
 # The same of all commands.
@@ -258,7 +259,12 @@ def problem_flags(*, ahead: bool = False, roofs: bool = False) -> Parser:
         "--causal", nargs="?", const=True, default=False, choices=("bottom_right", "top_left")
     )
     sizes.add_argument(
-        "--window", nargs=2, type=int, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="-1: open"
+        "--window",
+        nargs=2,
+        type=window_side,
+        default=(-1, -1),
+        metavar=("LEFT", "RIGHT"),
+        help="-1: open",
     )
     sizes.add_argument("--softcap", type=float, default=0.0, help="default: none")
     sizes.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
@@ -276,7 +282,9 @@ def problem_flags(*, ahead: bool = False, roofs: bool = False) -> Parser:
 
 def count(text: str, least: int = 0) -> int:
     """A size from 0."""
-    number = int(text) if text.isdecimal() and len(text) < 100 else -1  # int() is slow for more
+    digits = text.removeprefix("-")
+    readable = digits.isascii() and digits.isdecimal() and len(digits) < 100  # int() is slow for more
+    number = int(text) if readable else least - 1
     if not least <= number <= LARGEST:
         accepted = f"accepted are integers from {least} to {LARGEST}"
         raise argparse.ArgumentTypeError(f"{text!r}: {accepted}")
@@ -286,6 +294,11 @@ def count(text: str, least: int = 0) -> int:
 def positive(text: str) -> int:
     """A size from 1."""
     return count(text, 1)
+
+
+def window_side(text: str) -> int:
+    """Keys on a side of a window, from -1: all."""
+    return count(text, -1)
 
 
 if __name__ == "__main__":

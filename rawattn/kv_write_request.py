@@ -142,7 +142,9 @@ def appended(
         expect(names.k, k, dense, problem.dtype, packed=names.cu_seqlens_new)
     expect(names.v, v, (*k.shape[:-2], cache.kv_heads, cache.value_dim), problem.dtype)
     expect(names.cu_seqlens_new, specs.cu_seqlens_new, (problem.batch + 1,), "int32")
-    if problem.table is PageTable.CSR or specs.seqused_k is None:
+    if problem.table is PageTable.CSR:
+        raise ValueError(f"{names.k}: with {names.kv_indptr} accepted is None; store them before")
+    if specs.seqused_k is None:
         raise ValueError(
             f"{names.k}: accepted with {names.seqused_k}, the lengths before the new tokens"
         )

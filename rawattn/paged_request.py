@@ -189,7 +189,7 @@ def problem_of(
         layout=cache.layout,
         table=table,
         q_rows=q_rows,
-        mask=Mask.of(options.causal, options.window_size),
+        mask=Mask.of(options.causal, options.window_size).within(max(max_q, max_k)),
         scores=_scores(specs, options),
         tree=specs.tree_mask is not None,
         leftpad=specs.leftpad is not None,

@@ -14,7 +14,7 @@ import enum
 import math
 import numbers
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_LENGTH = 2**30  # of a sequence: kernels add a row, a window and a shift in 32 bits
@@ -53,6 +53,13 @@ class Mask:
         if causal:
             right = 0
         return cls(left=left, right=right, top_left=causal == "top_left")
+
+    def within(self, longest: int) -> Mask:
+        """The same for sequences of up to `longest` queries and keys: a side of the window that
+        reaches every key is unbounded, so that it gets the plan, and the bits, of none.
+        """
+        left, right = (-1 if side >= longest - 1 else side for side in (self.left, self.right))
+        return replace(self, left=left, right=right)
 
     @property
     def causal(self) -> bool:

@@ -288,7 +288,7 @@ def test_a_step_before_attention_that_nobody_takes(
         ("plan --cache NHD --prefix 16 --append", "--append: says nothing with --prefix"),
         ("plan --cache NHD --prefix 17", "common_prefix_len=17: accepted are multiples of the 16"),
         ("plan --cache NHD --tree --causal", "causal=True: with tree_mask, which says"),
-        ("plan --cache NHD --csr --append", "k: accepted with seqused_k"),
+        ("plan --cache NHD --csr --append", "--append: says nothing with --csr"),
     ],
 )
 def test_what_is_not_accepted(run: Any, line: str, words: str) -> None:

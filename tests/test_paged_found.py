@@ -44,6 +44,7 @@ BAD: Bad = [
     ({"cache_seqlens": True}, TYPE, "cache_seqlens is a builtins.bool: accepted are arrays"),
     ({"max_seqlen_q": 2}, VALUE, "max_seqlen_q=2: accepted are 3, the rows of q, or more"),
     ({**FULL, "max_seqlen_k": 7}, VALUE, "max_seqlen_k=7: accepted are 8, the rows of k_cache"),
+    ({**CSR, **NEW}, VALUE, "k: with kv_indptr accepted is None; store them before"),
     ({**CSR, "max_seqlen_k": 15}, VALUE, "which max_seqlen_k bounds, of sequence 0: found 16, ac"),
 ]  # fmt: skip
 

@@ -130,6 +130,20 @@ def test_flags_state_the_problem_of_the_call() -> None:
     assert of_flags(f"{line} --cache NHD --cache-dtype fp8") == made.plan.problem
 
 
+@pytest.mark.parametrize("side", ["{} -1", "-1 {}", "{} {}"])
+def test_a_window_that_reaches_every_key_is_none(side: str) -> None:
+    """It took the kernels with masks, which divide the work in another way: other bits."""
+    line = "--cache NHD --batch 8 --q-len 1 --k-len 640 --heads 4 --window "
+    none = of_flags(line + "-1 -1")
+    for wide in 639, 640, 10**6:
+        assert of_flags(line + side.format(wide, wide)) == none
+    assert of_flags(line + side.format(638, 638)) != none
+    # A row's diagonal lies before the first key where queries outnumber keys.
+    few = "--cache NHD --q-len 9 --k-len 4 --window "
+    assert of_flags(few + "-1 7").mask == Mask(right=7)
+    assert of_flags(few + "-1 8").mask == of_flags(few + "8 -1").mask == Mask()
+
+
 def test_flags_state_the_problem_of_other_tables_and_masks() -> None:
     line = "--batch 3 --q-len 2 --k-len 40 --heads 4 --kv-heads 2 --head-dim 64 --dtype float16"
     q, lengths = np.zeros((3, 2, 4, 64), np.float16), np.full(3, 9, np.int32)
