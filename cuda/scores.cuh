@@ -58,8 +58,8 @@ __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], c
       top = fmaxf(top, fabsf(x));
       return x;
     });
-    // Mostly no score of a warp comes near c: the same bits for half of the instructions. Both forms
-    // at once spill on sm_100 at head_dim 64 with narrow copies.
+    // Mostly no score of a warp comes near c: the same bits for half of the instructions. On sm_100
+    // both forms at once would spill, at head_dim 64 with narrow copies.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
     const bool high = true;
 #else

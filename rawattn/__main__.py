@@ -283,8 +283,8 @@ def problem_flags(*, ahead: bool = False, roofs: bool = False) -> Parser:
 def count(text: str, least: int = 0) -> int:
     """A size from 0."""
     digits = text.removeprefix("-")
-    readable = digits.isascii() and digits.isdecimal() and len(digits) < 100  # int() is slow for more
-    number = int(text) if readable else least - 1
+    readable = digits.isascii() and digits.isdecimal()
+    number = int(text) if readable and len(text) < 100 else least - 1  # int() is slow for more
     if not least <= number <= LARGEST:
         accepted = f"accepted are integers from {least} to {LARGEST}"
         raise argparse.ArgumentTypeError(f"{text!r}: {accepted}")
