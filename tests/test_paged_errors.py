@@ -176,7 +176,7 @@ BAD_GROWING: Bad = [
     ({"v": zeros(2, 2, 2, 16)}, VALUE, "v has shape (2, 2, 2, 16): accepted is (2, 3, 2, 16)"),
     ({"k": zeros(2, 25, 2, 16), "v": zeros(2, 25, 2, 16)}, VALUE, "k has 25 tokens a sequence: ac"),
     ({"cache_seqlens": np.array([9, 22], I32)}, VALUE, "cache_seqlens of sequence 1: found 22, ac"),
-    ({**NO_TABLE, **CSR}, VALUE, "k: accepted with cache_seqlens"),
+    ({**NO_TABLE, **CSR}, VALUE, "k: with kv_indptr accepted is None; store them before"),
     ({"rotary_sin": None}, VALUE, "accepted are rotary_cos and rotary_sin together"),
     ({"rotary_sin": zeros(24, 3)}, VALUE, "rotary_sin has shape (24, 3): accepted is (24, 4)"),
     ({"rotary_cos": zeros(24, 4, dtype=F16)}, TYPE, "rotary_cos has dtype float16: accepted is fl"),
