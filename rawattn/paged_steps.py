@@ -12,10 +12,10 @@ from rawattn.cache_request import cache_strides
 from rawattn.calls import Ref, Steps
 from rawattn.forward import LOG2_E
 from rawattn.paged_problem import PagedProblem, Scale
-from rawattn.paged_request import PagedOptions
 from rawattn.params import row_strides
 from rawattn.plan import Plan
 from rawattn.plan import paged as paged_plan
+from rawattn.reference import softmax_scale
 from rawattn.reference_paged import BlockSparse
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_attention(
     problem, options = plan.problem, request.options
     if plan.backend == paged_plan.PROMPTS.name:
         named = paged_prompt.arrays_of(problem, arrays)
-        scale = softmax_scale(options, problem)
+        scale = softmax_scale(options.softmax_scale, problem.head_dim)
         found = paged_prompt.scalars_of(
             problem, named, scale=scale, softcap=options.softcap, new_k=new_k
         )
@@ -43,12 +43,6 @@ def add_attention(
     made.add(plan, found, arrays)
 
 
-def softmax_scale(options: PagedOptions, problem: PagedProblem) -> float:
-    """What the caller says, or by the head size."""
-    scale = options.softmax_scale
-    return problem.head_dim**-0.5 if scale is None else scale
-
-
 def scalars(
     request: Request, problem: PagedProblem, arrays: Mapping[str, Ref], new_k: int
 ) -> dict[str, float]:
@@ -57,7 +51,7 @@ def scalars(
     `arrays` are those of a step of the request, which solves `problem`.
     """
     options, specs = request.options, {name: ref.spec for name, ref in arrays.items()}
-    scale = softmax_scale(options, problem)
+    scale = softmax_scale(options.softmax_scale, problem.head_dim)
     q, out = specs["q"], specs["out"]
     assert q is not None and out is not None
     lse_batch, lse_head, _ = _strides(specs["lse"], 3)
