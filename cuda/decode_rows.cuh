@@ -44,12 +44,17 @@ struct RowBlock {
     return head_of(row) * p.group + first + place_of(row) - query * p.group;
   }
 
-  __device__ __forceinline__ const unsigned short* q_row(const DecodeSplitParams& p,
+  // q of the sequence, which q_row() takes: looked up once, since rows are read one after the other
+  // where the offset of each comes from memory.
+  __device__ __forceinline__ const unsigned short* q_rows(const DecodeSplitParams& p) const {
+    return static_cast<const unsigned short*>(p.q) +
+           sequence_offset(p.cu_seqlens_q, batch, p.stride_q_batch, p.stride_q_row);
+  }
+  __device__ __forceinline__ const unsigned short* q_row(const unsigned short* q_rows,
+                                                         const DecodeSplitParams& p,
                                                          int row) const {
     const int query = this->query(p, row);
-    return static_cast<const unsigned short*>(p.q) +
-           sequence_offset(p.cu_seqlens_q, batch, p.stride_q_batch, p.stride_q_row) +
-           query * p.stride_q_row + q_head(p, row, query) * p.stride_q_head;
+    return q_rows + query * p.stride_q_row + q_head(p, row, query) * p.stride_q_head;
   }
 
   // ALiBi, log2 units.
@@ -120,13 +125,14 @@ struct Query {
     constexpr bool kBranch = kLate || Tile::kWide || !C::unaligned;
     if (kBranch && rows.count == 0) return;
     const int t = threadIdx.x % 4;
+    const unsigned short* q_rows = rows.q_rows(p);
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       // Instead of rows that do not exist, the last one of their KV head: no branch.
       const int row = rows.existing(8 * nt + threadIdx.x % 32 / 4);
       const int first = Tile::kWide ? 2 * t : 4 * t;
       // Opaque: of which the others are constants away. Else 16 addresses are computed.
-      const unsigned short* from = ptx::opaque(rows.q_row(p, row) + first);
+      const unsigned short* from = ptx::opaque(rows.q_row(q_rows, p, row) + first);
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
         const int dim = 16 * (i / 2) + (Tile::kWide ? 8 : 2) * (i % 2);
@@ -156,6 +162,7 @@ struct Query {
   // Several tiles: rows of q to shared memory, [kRows][kStride], by all threads of the block.
   static __device__ __forceinline__ void stage(const DecodeSplitParams& p, const RowBlock<C>& rows,
                                                unsigned short* to) {
+    const unsigned short* q_rows = rows.q_rows(p);
 #pragma unroll 2
     for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < RowBlock<C>::kRows * kPieces;
          i += C::threads) {
@@ -163,12 +170,12 @@ struct Query {
       uint4 x = make_uint4(0, 0, 0, 0);
       if (row < rows.count && dim < p.head_dim) {
         if constexpr (C::unaligned) {
-          const unsigned short* from = rows.q_row(p, row) + dim;
+          const unsigned short* from = rows.q_row(q_rows, p, row) + dim;
           const int left = p.head_dim - dim;
           x = make_uint4(load_pair(from, left), load_pair(from + 2, left - 2),
                          load_pair(from + 4, left - 4), load_pair(from + 6, left - 6));
         } else {
-          x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + dim));
+          x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(q_rows, p, row) + dim));
         }
       }
       if constexpr (Tile::kWide) {

@@ -129,12 +129,13 @@ __device__ __forceinline__ void stage_q(const DecodeSplitParams& p, const RowBlo
   constexpr int kPieces = C::head_dim / 8;
   static_assert(C::rows * kPieces % kDecodeConsumers == 0, "whole rounds");
   const int piece = threadIdx.x % kPieces;
+  const unsigned short* q_rows = rows.q_rows(p);
 #pragma unroll
   for (int i = 0; i < C::rows * kPieces / kDecodeConsumers; ++i) {
     const int row = threadIdx.x / kPieces + i * (kDecodeConsumers / kPieces);
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < rows.count) {
-      x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(p, row) + 8 * piece));
+      x = __ldg(reinterpret_cast<const uint4*>(rows.q_row(q_rows, p, row) + 8 * piece));
     }
     *reinterpret_cast<uint4*>(to.data[piece / 8] + row * 128 + (piece ^ row) % 8 * 16) = x;
   }

@@ -390,7 +390,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
                         warp.tile_key(left) + warp.first_key(), warp.lane());
     }
     warp.softmax.template update<C::vote_rescale>(
-        warp.s, warp.out, C::scores ? 1.f : p.scale_log2,
+        warp.s, warp.out, Scaled{C::scores ? 1.f : p.scale_log2},
         [&](auto& row_max) { warp.share_max(smem, row_max); });
     if constexpr (C::stages == 1) {
       ptx::cp_async_commit_group();

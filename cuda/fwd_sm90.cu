@@ -352,11 +352,11 @@ struct FwdSm90Consumer {
   // 2026-11-30, head_dim 128): ptxas does not schedule across it.
   __device__ __forceinline__ void steps() {
     int n = t.last - 2;
-    if constexpr (!C::scores || !C::window) {  // both take longer than 3 s to compile
+    if constexpr (!Warpgroup::kOneStep) {
       for (; n >= max(full_last, t.first); --n) step<true>(n);
       for (; n >= max(full_first, t.first); --n) step<false>(n);
     }
-    if constexpr (C::window) {
+    if constexpr (C::window || Warpgroup::kOneStep) {
       for (; n >= t.first; --n) step<true>(n);
     }
   }

@@ -49,11 +49,11 @@ struct FwdSm90Self {
     open(s);
     if (C::overlap && t.last - t.first > 1) wait(smem.k_full[k.slot], k.parity);
     int n = t.last - 2;
-    if constexpr (!C::scores || !C::window) {
+    if constexpr (!Warpgroup::kOneStep) {
       for (; n >= max(visible.full_last, t.first); --n) step<true>(s, n);
       for (; n >= max(visible.full_first, t.first); --n) step<false>(s, n);
     }
-    if constexpr (C::window) {
+    if constexpr (C::window || Warpgroup::kOneStep) {
       for (; n >= t.first; --n) step<true>(s, n);
     }
     start_out();

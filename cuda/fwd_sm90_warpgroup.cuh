@@ -41,6 +41,13 @@ struct FwdSm90Warpgroup {
   using V = SwizzledTile<C::block_n, C::value_dim>;
   using Scores = float[1][C::block_n / 8][4];  // 64 x block_n, then probabilities
   static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;
+  // Whether steps with and without a mask are one: both would take longer than 3 s to compile.
+  static constexpr bool kOneStep =
+      C::softcap ? C::window || C::head_dim == 192 : C::scores && C::window;
+  // Whether maxima are found as integers, three at a time. H200, 2026-12-01 (tuning/max3.csv): 64
+  // from 4k on 2 to 3 % less time, 256 up to 3 %; 96, 128 and 192, whose steps wait for products
+  // and not for this, up to 1 % more.
+  static constexpr bool kSettle = C::head_dim == 64 || C::head_dim == 256;
 
   const FwdSm90Params& p;
   unsigned query[C::q_registers ? C::head_dim / 16 : 1][4];  // as A operand, or not there
@@ -130,21 +137,56 @@ struct FwdSm90Warpgroup {
   // first: score_rest() does the second.
   __device__ __forceinline__ void score(Scores& s, const FwdSm90Tile& t, int row, int first_key,
                                         bool masked, float slope_log2) {
+    const int warp_first = row + warp_row();
+    const auto mask = [&] {
+      if (masked) mask_scores<false>(s, seen(t), warp_first, first_key, lane());
+    };
+    if constexpr (C::softcap) {
+      cap(s, mask);
+      return;
+    }
     if constexpr (C::scores) {
-      modify_scores(s, p, slope_log2, t.k_len - t.q_len, row + warp_row(), first_key, lane());
+      modify_scores(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
     }
-    if (masked) mask_scores<false>(s, seen(t), row + warp_row(), first_key, lane());
-    if constexpr (C::overlap) {
-      softmax.raise_maxima(alpha, s, scale_log2());
-      softmax.accumulate(alpha, s, 0, 0, scale_log2());
-    } else {
-      softmax.update_all_but_out(alpha, s, scale_log2());
+    mask();
+    softmax.template find_maxima<kSettle>(alpha, s);
+    softmax.template raise_maxima<kSettle>(alpha, scaled());
+    softmax.accumulate(alpha, s, 0, 0, scaled());
+    if constexpr (!C::overlap) softmax.accumulate(alpha, s, 0, 1, scaled());
+  }
+  // The same with a softcap. Mostly all products of a warp are near, and each row has, or had, one
+  // that is positive: then maxima take half of the instructions, and scores a fifth.
+  template <class Mask>
+  __device__ __forceinline__ void cap(Scores& s, const Mask& mask) {
+    bool quick = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      quick &= negative_bits(s, 0, half) < __float_as_uint(-p.fold_near);
+    }
+    mask();
+    int top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = positive_bits(s, 0, half);
+      const bool known = top[half] >= 0 || softmax.max[0][half] >= 0.f;
+      quick &= known && top[half] < __float_as_int(p.fold_near);
+    }
+    if (!__all_sync(0xffffffffu, quick)) {
+      softmax.update_all_but_out(alpha, s, AnySoftCap(p));
+      return;
+    }
+    const NearSoftCap score(p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float largest = quad_max(__int_as_float(top[half]));
+      alpha[0][half] = softmax.raise_max(0, half, largest, score);
+      softmax.accumulate(alpha, s, 0, half, score);
     }
   }
+  __device__ __forceinline__ Scaled scaled() const { return {C::scores ? 1.f : p.scale_log2}; }
   __device__ __forceinline__ void score_rest(Scores& s) {
-    if constexpr (C::overlap) softmax.accumulate(alpha, s, 0, 1, scale_log2());
+    if constexpr (C::overlap && !C::softcap) softmax.accumulate(alpha, s, 0, 1, scaled());
   }
-  __device__ __forceinline__ float scale_log2() const { return C::scores ? 1.f : p.scale_log2; }
 
   // In place of softmax.rescale: the longer a row, the more seldom its maximum rises, and alpha is
   // 1 otherwise.

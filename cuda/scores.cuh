@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "softmax.cuh"
 #include "types.cuh"
 
 // c tanh(s / c) to 1e-6 of itself, in log2 units. tanhf took longer than all else that is done for
@@ -31,6 +32,48 @@ struct SoftCap {
     const float z = x * power;
     const float far = fmaf(-2.f, ptx::rcp_approx(1.f + ptx::ex2_approx(fabsf(z))), 1.f);
     return __fmul_rn(cap, fabsf(z) < kNear ? near_tanh(z) : copysignf(far, z));
+  }
+};
+
+// Softcap alone between q k^T and the mask, as OnlineSoftmax takes scores: the scale and it are
+// folded into the exponent, three operations a score where SoftCap and a product take nine. To 2e-6
+// of itself; the numbers are made by rawattn/softcap.py. -inf, a hidden key, stays.
+struct NearSoftCap {  // |x| < p.fold_near
+  float x1, x3, x5;
+
+  __device__ __forceinline__ explicit NearSoftCap(const FwdParams& p)
+      : x1(p.fold_x), x3(p.fold_x3), x5(p.fold_x5) {}
+
+  __device__ __forceinline__ float factor(float x) const {
+    const float square = x * x;
+    return fmaf(fmaf(x5, square, x3), square, x1);
+  }
+  __device__ __forceinline__ float operator()(float x) const { return __fmul_rn(x, factor(x)); }
+  __device__ __forceinline__ float above(float x, float max) const {
+    return fmaf(x, factor(x), -max);
+  }
+};
+// Any x. Near 0 it has the bits of NearSoftCap: 1 - 2 / (1 + e^2u) would cancel.
+struct AnySoftCap {
+  NearSoftCap near;
+  float limit, power, cap;
+
+  __device__ __forceinline__ explicit AnySoftCap(const FwdParams& p)
+      : near(p), limit(p.fold_near), power(p.fold_power), cap(p.softcap_log2) {}
+
+  // The score, as two factors.
+  __device__ __forceinline__ float2 split(float x) const {
+    const bool is_near = fabsf(x) < limit;
+    const float tanh = fmaf(-2.f, ptx::rcp_approx(1.f + ptx::ex2_approx(fabsf(x) * power)), 1.f);
+    return {is_near || x == kEmptyMax ? x : copysignf(cap, x), is_near ? near.factor(x) : tanh};
+  }
+  __device__ __forceinline__ float operator()(float x) const {
+    const float2 score = split(x);
+    return __fmul_rn(score.x, score.y);
+  }
+  __device__ __forceinline__ float above(float x, float max) const {
+    const float2 score = split(x);
+    return fmaf(score.x, score.y, -max);
   }
 };
 

@@ -48,10 +48,50 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// What makes a score of s, here s * scale with scale > 0: itself, and less the row's max, rounded
+// once. Larger s must have larger scores.
+struct Scaled {
+  float scale;
+  __device__ __forceinline__ float operator()(float s) const { return s * scale; }
+  __device__ __forceinline__ float above(float s, float max) const { return fmaf(s, scale, -max); }
+};
+
+// Of a row in accumulator layout, the largest of the bits of its s and `least`, as integers: one
+// instruction finds the largest of three (VIMNMX3), where fmaxf takes one for each float.
+template <class Int, int kMTiles, int kNTiles>
+__device__ __forceinline__ Int largest_bits(const float (&s)[kMTiles][kNTiles][4], int mt, int half,
+                                            Int least) {
+  Int even = least, odd = least;
+#pragma unroll
+  for (int nt = 0; nt < kNTiles; nt += 2) {
+    const int next = nt + 1 < kNTiles ? nt + 1 : nt;
+    const auto bits = [&](int tile, int e) {
+      return static_cast<Int>(__float_as_uint(s[mt][tile][2 * half + e]));
+    };
+    even = max(max(even, bits(nt, 0)), bits(next, 0));
+    odd = max(max(odd, bits(nt, 1)), bits(next, 1));
+  }
+  return max(even, odd);
+}
+// Positive floats are ordered as integers. The largest s where some are positive, else -inf.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ int positive_bits(const float (&s)[kMTiles][kNTiles][4], int mt,
+                                             int half) {
+  return largest_bits<int>(s, mt, half, __float_as_int(kEmptyMax));
+}
+// Negative ones are, downwards, as unsigned integers, above all positive ones: the most negative s
+// where some are negative, else the largest.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ unsigned negative_bits(const float (&s)[kMTiles][kNTiles][4], int mt,
+                                                  int half) {
+  return largest_bits<unsigned>(s, mt, half, 0u);
+}
+
 template <int kMTiles>
 struct OnlineSoftmax {
   float max[kMTiles][2];
   float sum[kMTiles][2];
+  bool settled = false;  // no max of the warp is negative; raise_maxima<true> keeps it
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -61,13 +101,13 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores s, where score = s * scale_log2 with scale_log2 > 0, become probabilities 2^(score -
-  // max) in place; `out`, the sum of probabilities times values so far, is rescaled to the new max.
+  // s, of which `score` makes scores (Scaled), become probabilities 2^(score - max) in place; `out`,
+  // the sum of probabilities times values so far, is rescaled to the new max.
   // `share_max` combines the largest s of each row with those of warps that hold other keys of the
   // row. With kVote a warp skips the rescaling where it would multiply by one throughout.
-  template <bool kVote, int kNTiles, int kOutTiles, class ShareMax>
+  template <bool kVote, int kNTiles, int kOutTiles, class Score, class ShareMax>
   __device__ __forceinline__ void update(float (&s)[kMTiles][kNTiles][4],
-                                         float (&out)[kMTiles][kOutTiles][4], float scale_log2,
+                                         float (&out)[kMTiles][kOutTiles][4], const Score& score,
                                          const ShareMax& share_max) {
     float alpha[kMTiles][2];  // first the largest s of each row
 #pragma unroll
@@ -76,7 +116,7 @@ struct OnlineSoftmax {
     bool changed = false;
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
-      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], scale_log2);
+      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], score);
       changed |= alpha[i / 2][i % 2] != 1.f;
     }
     if (!kVote || __any_sync(0xffffffffu, changed)) {
@@ -85,43 +125,58 @@ struct OnlineSoftmax {
       rescale(out, alpha);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kMTiles; ++i) exponentiate(i / 2, i % 2, s, scale_log2);
+    for (int i = 0; i < 2 * kMTiles; ++i) exponentiate(i / 2, i % 2, s, score);
   }
 
   // The same but for `out`, which the caller has to multiply by alpha later. Row by row, so that
   // the exponentials of one run beside the max of the next.
-  template <int kNTiles>
+  template <int kNTiles, class Score>
   __device__ __forceinline__ void update_all_but_out(float (&alpha)[kMTiles][2],
                                                      float (&s)[kMTiles][kNTiles][4],
-                                                     float scale_log2) {
+                                                     const Score& score) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        alpha[mt][half] = raise_max(mt, half, largest(s, mt, half), scale_log2);
-        accumulate(alpha, s, mt, half, scale_log2);
+        alpha[mt][half] = raise_max(mt, half, largest(s, mt, half), score);
+        accumulate(alpha, s, mt, half, score);
       }
     }
   }
 
-  // Its two parts, for a caller who puts something between the exponentials of two rows.
-  template <int kNTiles>
-  __device__ __forceinline__ void raise_maxima(float (&alpha)[kMTiles][2],
-                                               const float (&s)[kMTiles][kNTiles][4],
-                                               float scale_log2) {
+  // In three parts, for a caller who puts something between them. First alpha becomes the largest s
+  // of each row. With kSettle, once `settled`, in half of the instructions, and -inf for a row
+  // without positive s, which does not raise its max either.
+  template <bool kSettle, int kNTiles>
+  __device__ __forceinline__ void find_maxima(float (&alpha)[kMTiles][2],
+                                              const float (&s)[kMTiles][kNTiles][4]) const {
+    if (kSettle && settled) {
 #pragma unroll
-    for (int i = 0; i < 2 * kMTiles; ++i) {
-      const float found = largest(s, i / 2, i % 2);
-      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, found, scale_log2);
+      for (int i = 0; i < 2 * kMTiles; ++i) {
+        alpha[i / 2][i % 2] = quad_max(__int_as_float(positive_bits(s, i / 2, i % 2)));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kMTiles; ++i) alpha[i / 2][i % 2] = largest(s, i / 2, i % 2);
     }
   }
-  template <int kNTiles>
+  template <bool kSettle, class Score>
+  __device__ __forceinline__ void raise_maxima(float (&alpha)[kMTiles][2], const Score& score) {
+    bool negative = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], score);
+      negative |= max[i / 2][i % 2] < 0.f;
+    }
+    if (kSettle && !settled) settled = !__any_sync(0xffffffffu, negative);
+  }
+  template <int kNTiles, class Score>
   __device__ __forceinline__ void accumulate(const float (&alpha)[kMTiles][2],
                                              float (&s)[kMTiles][kNTiles][4], int mt, int half,
-                                             float scale_log2) {
+                                             const Score& score) {
     const float before = sum[mt][half];
     sum[mt][half] = 0.f;
-    exponentiate(mt, half, s, scale_log2);
+    exponentiate(mt, half, s, score);
     sum[mt][half] = fmaf(before, alpha[mt][half], sum[mt][half]);
   }
 
@@ -140,9 +195,10 @@ struct OnlineSoftmax {
   }
 
   // Returns alpha.
-  __device__ __forceinline__ float raise_max(int mt, int half, float largest, float scale_log2) {
+  template <class Score>
+  __device__ __forceinline__ float raise_max(int mt, int half, float largest, const Score& score) {
     const float old_max = max[mt][half];
-    max[mt][half] = fmaxf(old_max, largest * scale_log2);
+    max[mt][half] = fmaxf(old_max, score(largest));
     return ptx::ex2_approx(old_max - finite_max(max[mt][half]));
   }
 
@@ -163,15 +219,15 @@ struct OnlineSoftmax {
   }
 
   // Of a row: s becomes probabilities, which join the sum.
-  template <int kNTiles>
+  template <int kNTiles, class Score>
   __device__ __forceinline__ void exponentiate(int mt, int half, float (&s)[kMTiles][kNTiles][4],
-                                               float scale_log2) {
+                                               const Score& score) {
     const float used_max = finite_max(max[mt][half]);
 #pragma unroll
     for (int nt = 0; nt < kNTiles; ++nt) {
       float* pair = &s[mt][nt][2 * half];
-      pair[0] = ptx::ex2_approx(fmaf(pair[0], scale_log2, -used_max));
-      pair[1] = ptx::ex2_approx(fmaf(pair[1], scale_log2, -used_max));
+      pair[0] = ptx::ex2_approx(score.above(pair[0], used_max));
+      pair[1] = ptx::ex2_approx(score.above(pair[1], used_max));
       sum[mt][half] += pair[0] + pair[1];
     }
   }

@@ -8,7 +8,6 @@ in `resolve`, and looked up afterwards. A call then costs its views, its outputs
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -36,8 +35,7 @@ from rawattn.request import (
     result_shapes,
 )
 from rawattn.settings import Settings, forced_backend
-
-LOG2_E = math.log2(math.e)
+from rawattn.softcap import LOG2_E, NONE, fold
 
 Fields = tuple[Any, ...]  # of Arrays or Options
 
@@ -321,4 +319,5 @@ def kernel_scalars(
         "top_left": int(problem.mask.top_left),
         "scale_log2": scale * LOG2_E,
         "softcap_log2": softcap * LOG2_E,
+        **(NONE if slopes else fold(scale, softcap)),
     }

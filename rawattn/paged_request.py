@@ -36,6 +36,7 @@ from rawattn.problem import (
     check_window,
 )
 from rawattn.request import bound, check_one_device, expect, flag, python_bool, result_shapes
+from rawattn.softcap import extreme
 
 
 class PagedArrays(NamedTuple):
@@ -234,6 +235,7 @@ def _scores(specs: PagedArrays, options: PagedOptions) -> Scores:
         alibi=specs.alibi_slopes is not None,
         sink=specs.sink is not None,
         reversed=scale is not None and scale <= 0,
+        extreme=extreme(scale, specs.q.shape[-1], options.softcap),
     )
 
 

@@ -10,13 +10,13 @@ from rawattn import paged_prompt
 from rawattn.arrays import Spec
 from rawattn.cache_request import cache_strides
 from rawattn.calls import Ref, Steps
-from rawattn.forward import LOG2_E
 from rawattn.paged_problem import PagedProblem, Scale
 from rawattn.params import row_strides
 from rawattn.plan import Plan
 from rawattn.plan import paged as paged_plan
 from rawattn.reference import softmax_scale
 from rawattn.reference_paged import BlockSparse
+from rawattn.softcap import LOG2_E
 
 if TYPE_CHECKING:
     from rawattn.paged_call import Request

@@ -78,6 +78,7 @@ class Scores:
     alibi: bool = False
     sink: bool = False
     reversed: bool = False  # scale <= 0: the largest q.k is not the largest score
+    extreme: bool = False  # softcap and scale > 0, but no numbers of softcap.py for them
 
 
 class CacheLayout(enum.Enum):

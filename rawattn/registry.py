@@ -103,7 +103,8 @@ class FwdSm90:
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     late_draw: bool  # whether the next query tile is drawn near the end of one, not at its start
     window: bool  # whether rows may begin behind the first key
-    scores: bool  # whether softcap or ALiBi steps are compiled in
+    softcap: bool  # whether the softmax takes in a softcap, in place of a scale
+    scores: bool  # whether softcap and ALiBi steps are compiled in
     split: bool = False  # whether blocks may share the keys of a query tile: fwd_sm90_parts.cuh
     blocks_per_sm: int = 1
 
@@ -150,7 +151,8 @@ class FwdSm90Self:
     stages: int  # tiles of K, and of V, that shared memory holds
     overlap: bool  # whether exponentials of a thread's first row are kept beside P V
     window: bool  # whether rows may begin behind the first key
-    scores: bool  # whether softcap or ALiBi steps are compiled in
+    softcap: bool  # whether the softmax takes in a softcap, in place of a scale
+    scores: bool  # whether softcap and ALiBi steps are compiled in
     blocks_per_sm: int  # resident blocks that the register limit leaves room for
 
     @property

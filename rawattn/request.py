@@ -27,6 +27,7 @@ from rawattn.problem import (
 )
 from rawattn.ragged import rows_of_one
 from rawattn.reference import Array
+from rawattn.softcap import extreme
 from rawattn.tensor_map import describable
 
 
@@ -168,6 +169,7 @@ def problem_of(specs: Arrays, options: Options) -> Problem:
             alibi=slopes is not None,
             sink=specs.sink is not None,
             reversed=scale is not None and check_scalar("softmax_scale", scale) <= 0,
+            extreme=extreme(scale, head_dim, options.softcap),
         ),
         copy_bytes=widest((16, 4, 2), *(x.grain() for x in (q, specs.k, v, specs.out) if x)),
         tma=_tma(specs, k_rows),

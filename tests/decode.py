@@ -17,11 +17,11 @@ import numpy as np
 from rawattn import registry
 from rawattn.arrays import DTYPES
 from rawattn.device import Device
-from rawattn.forward import LOG2_E
 from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable, Scale, cache_shapes
 from rawattn.plan import Launch, decode
 from rawattn.problem import CacheLayout, Mask, Rows, Scores
 from rawattn.reference_paged import gather_cache, slots, tree_seen
+from rawattn.softcap import LOG2_E
 from rawattn.testing import Case as PackedCase
 from rawattn.testing import Record, Tensors, expected
 from rawattn.testing.closeness import Expected, assert_within, bounds

@@ -54,7 +54,8 @@ def test_any_problem_is_planned_within_the_device(problem: Problem) -> None:
     assert config in set(configs(launch.kernel, "sm_90a")), "a config that nobody compiles"
     assert config.smem_bytes * config.blocks_per_sm <= H200.smem_per_block
     assert config.head_dim >= problem.head_dim and config.value_dim >= problem.value_dim
-    assert config.scores or not (problem.scores.softcap or problem.scores.alibi)
+    assert config.scores or not problem.scores.alibi
+    assert config.scores or config.softcap or not problem.scores.softcap
     assert 1 <= dict(launch.scalars)["head_group"] <= problem.batch * problem.q_heads
     packed = {wanted.field for wanted in launch.maps if wanted.ragged}
     assert ("out_map" in packed) == (problem.q_rows is not Rows.DENSE)
@@ -164,7 +165,7 @@ def test_every_config_is_reached() -> None:
         for d, dv in ((64, 64), (72, 96), (128, 128), (192, 128), (160, 160), (256, 200)):
             for length in (512, 1024, 2048, 4096, 8192, 16384):
                 for mask in (Mask(), CAUSAL, Mask(left=100), replace(CAUSAL, left=100)):
-                    for softcap in (False, True):
+                    for scores in (Scores(), Scores(softcap=True), Scores(alibi=True)):
                         launch = launch_of(
                             replace(
                                 PROBLEM,
@@ -174,7 +175,7 @@ def test_every_config_is_reached() -> None:
                                 max_q=length,
                                 max_k=length,
                                 mask=mask,
-                                scores=Scores(softcap=softcap),
+                                scores=scores,
                             )
                         )
                         chosen[launch.kernel].add(launch.config)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from rawattn.device import Device
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
@@ -46,6 +46,7 @@ def _prototype(
         overlap=overlap,
         late_draw=late_draw,
         window=False,
+        softcap=False,
         scores=False,
     )
 
@@ -81,12 +82,24 @@ SELF = FwdSm90Self(
     stages=2,
     overlap=True,
     window=False,
+    softcap=False,
     scores=False,
     blocks_per_sm=3,
 )
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
 # block: 1k 191 instead of 202.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
+# What takes the place of a tile where the softmax takes in a softcap, which holds more registers:
+# narrower, or without those that hold q.
+CAPPED: dict[FwdSm90 | FwdSm90Self, FwdSm90 | FwdSm90Self] = {
+    D64: replace(D64, block_n=112),
+    D96: replace(D96, block_n=112),
+    D128: replace(D128, q_registers=False),
+    D128_LONG: replace(D128_LONG, q_registers=False),
+    D256_SHORT: D256,
+    SELF: replace(SELF_SHORT, blocks_per_sm=3),
+    SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3),
+}
 # Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
 # 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads.
 SWEEP_BYTES = 16 << 20
@@ -199,8 +212,7 @@ def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
-    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
-    if _ragged(p) or scores or _hides(p, p.mask.left):
+    if _ragged(p) or any(_steps(p)) or _hides(p, p.mask.left):
         return None
     chosen = _tile(p)
     tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
@@ -215,30 +227,45 @@ def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     return tile if even or not cut.whole else None
 
 
+def _steps(p: Problem) -> tuple[bool, bool]:
+    """Config.softcap, Config.scores."""
+    alone = not (p.scores.alibi or p.scores.reversed or p.scores.extreme)
+    steps = p.scores.softcap or p.scores.alibi or p.scores.reversed
+    return steps and alone, steps and not alone
+
+
 def config_of(p: Problem, tile: Tile) -> Tile:
     """A prototype with the storage type, window and score steps of a problem."""
-    scores = p.scores.softcap or p.scores.alibi or p.scores.reversed
-    return replace(tile, element=ELEMENTS[p.dtype], window=_hides(p, p.mask.left), scores=scores)
+    softcap, scores = _steps(p)
+    return _form(tile, ELEMENTS[p.dtype], _hides(p, p.mask.left), softcap, scores)
+
+
+def _form(tile: Tile, element: str, window: bool, softcap: bool, scores: bool) -> Tile:
+    base = cast(Tile, CAPPED.get(tile, tile)) if softcap else tile
+    return replace(base, element=element, window=window, softcap=softcap, scores=scores)
 
 
 def forms(tile: Tile) -> Iterator[Tile]:
     """All that `config_of` makes of a prototype."""
-    for element, window, scores in itertools.product(ELEMENTS.values(), *((False, True),) * 2):
-        yield replace(tile, element=element, window=window, scores=scores)
+    steps = (False, False), (True, False), (False, True)
+    for element, window, (softcap, scores) in itertools.product(
+        ELEMENTS.values(), (False, True), steps
+    ):
+        yield _form(tile, element, window, softcap, scores)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
-    for tile in TILES:
-        yield from forms(tile)
+    yield from dict.fromkeys(form for tile in TILES for form in forms(tile))
     for tile in SPLIT_TILES:
-        yield from (form for form in forms(tile) if not form.window and not form.scores)
+        yield from (
+            form for form in forms(tile) if not (form.window or form.softcap or form.scores)
+        )
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
     """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
-    for tile in (SELF, SELF_SHORT):
-        yield from forms(tile)
+    yield from dict.fromkeys(form for tile in (SELF, SELF_SHORT) for form in forms(tile))
 
 
 def refuses(p: Problem, device: Device) -> str | None:
