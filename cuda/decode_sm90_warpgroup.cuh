@@ -51,7 +51,8 @@ struct DecodeSm90Warpgroup {
           p.softcap_log2 > 0.f || p.alibi_slopes != nullptr || !(p.scale_log2 > 0.f);
       if (changed) modify(p, rows, s, first_key);
       if (first_key < seen_from || first_key + C::unit > seen_to) mask(p, rows, s, first_key);
-      softmax.template update<true>(s, out, Scaled{changed ? 1.f : p.scale_log2}, [](float (&)[1][2]) {});
+      softmax.template update<true>(s, out, Scaled{changed ? 1.f : p.scale_log2},
+                                    [](float (&)[1][2]) {});
     } else {
 #pragma unroll
       for (int i = 0; i < C::unit / 2; ++i) s[0][i / 4][i % 4] = 0.f;

@@ -291,7 +291,7 @@ struct Merge {
 // ---- The kernel ----
 
 // While lengths are on their way the page ids that will be read next come to L2: each block sees to
-// a row of the table, each thread to a line of it. A row takes as long to read as few of its keys.
+// a row of the table, each thread to a line of it: a whole row comes in the time of one line.
 template <class C>
 __device__ __forceinline__ void prefetch_table(const DecodeSplitParams& p) {
   if constexpr (!C::tma) return;

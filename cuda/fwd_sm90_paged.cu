@@ -15,12 +15,11 @@ using FwdSm90PagedSmem = FwdSm90Smem<C>;
 template <class C>
 struct FwdSm90PagedCopies {
   using Params = FwdSm90PagedParams;
-  // A copy of 16 tokens takes a warp 50 cycles: one warp for all took a quarter longer than copies
-  // of whole tiles (H200, 2026-11-30).
+  // A copy of 16 tokens takes a warp 50 cycles: with one warp for all, calls took a third to a half
+  // longer than over rows, whose tiles are one copy each (H200, 2026-11-30, tuning/prompts.csv).
   static constexpr int kWarps = 2;
   static constexpr int kReaders = 64;
   using Smem = FwdSm90Smem<C>;
-  using Q = typename FwdSm90Warpgroup<C>::Q;
   static constexpr int kBox = 16;
   static constexpr int kBoxes = C::block_n / kBox;
   static_assert(C::block_n % kBox == 0 && kBoxes <= 32, "a lane for each box");
@@ -33,7 +32,7 @@ struct FwdSm90PagedCopies {
   const Params& p;
   Smem& smem;
   Ring<C::stages> ring;  // of K, or of V
-  Ring<C::q_buffers> q;
+  Ring<C::q_buffers> q;  // of lane 0
 
   __device__ __forceinline__ FwdSm90PagedCopies(const Params& params, Smem& shared)
       : p(params), smem(shared) {}
@@ -63,7 +62,7 @@ struct FwdSm90PagedCopies {
           load_v(t, now);
         } else {
           load_k(t, now);
-          if (n == t.last - 1) load_q(t);
+          if (n == t.last - 1 && lane() == 0) load_q<C>(p, smem, q, t);
         }
       }
     }
@@ -77,16 +76,6 @@ struct FwdSm90PagedCopies {
     return {valid > 0 ? __ldg(table + page) : -1, token - page * p.page, valid};
   }
 
-  __device__ __forceinline__ void load_q(const FwdSm90Tile& t) {
-    const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
-    for (int w = 0; w < C::consumers; ++w) {
-      const unsigned full = expect(smem.q_ring[w], q, sizeof(Q));
-      if (lane() == 0) {
-        smem.q[q.slot][w].load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
-      }
-    }
-    q.advance();
-  }
   __device__ __forceinline__ void load_k(const FwdSm90Tile& t, const Box& box) {
     const auto& slot = smem.k[ring.slot];
     const unsigned full = expect(smem.k_ring, ring, sizeof(slot));

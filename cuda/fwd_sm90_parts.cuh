@@ -85,7 +85,8 @@ struct FwdSm90Parts {
   using Warpgroup = FwdSm90Warpgroup<C>;
   static constexpr int kWarps = 4 * C::consumers;
   static constexpr int kOut = C::value_dim / 8;  // float4 of a thread; one more holds max and sum
-  // Of them, loads in flight when parts are added: with 160 registers more spill.
+  // Of them, loads in flight when parts are added. Threads of three consumers have 160 registers,
+  // and would spill with more.
   static constexpr int kAtOnce = C::consumers == 3 ? 2 : kOut;
 
   static __device__ __forceinline__ float4* place(const FwdSm90Params& p, int slot) {

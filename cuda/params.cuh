@@ -49,8 +49,8 @@ struct FwdParams {
   float scale_log2;    // softmax scale times log2(e): scores are in log2 units
   float softcap_log2;  // c log2(e) of c * tanh(s / c); 0: none
   // Softcap of a product x, where it can be folded into the softmax (scores.cuh): in log2 units
-  // fold_x x + fold_x3 x^3 + fold_x5 x^5 while |x| < fold_near, which is 0 where it cannot; e^(2s/c)
-  // is 2^(fold_power x).
+  // fold_x x + fold_x3 x^3 + fold_x5 x^5 while |x| < fold_near, which is 0 where it cannot;
+  // e^(2s/c) is 2^(fold_power x).
   float fold_near;
   float fold_x;
   float fold_x3;

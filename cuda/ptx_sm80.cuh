@@ -27,6 +27,14 @@ __device__ __forceinline__ T* opaque(T* x) {
   return x;
 }
 
+// `x`, of which ptxas does not know that all lanes have the same: what depends on it, also values
+// read from memory, stays in ordinary registers. Uniform ones take longer from one to the next.
+__device__ __forceinline__ int divergent(int x) {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return x + (lane >> 5);
+}
+
 // ---- Named barriers (PTX ISA: bar.sync); barrier 0 is __syncthreads. ----
 __device__ __forceinline__ void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

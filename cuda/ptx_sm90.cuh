@@ -121,14 +121,6 @@ __device__ __forceinline__ void fence_proxy_async() {
 }
 
 // ---- Contiguous copies (PTX ISA: cp.async.bulk); addresses and `bytes` are multiples of 16 ----
-__device__ __forceinline__ void bulk_load_hint(unsigned dst, const void* src, int bytes,
-                                               unsigned bar, unsigned long long policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
-}
 __device__ __forceinline__ void bulk_store(void* dst, unsigned src, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
                "r"(bytes)

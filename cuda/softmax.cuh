@@ -101,8 +101,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // s, of which `score` makes scores (Scaled), become probabilities 2^(score - max) in place; `out`,
-  // the sum of probabilities times values so far, is rescaled to the new max.
+  // s, of which `score` makes scores (Scaled), become probabilities 2^(score - max) in place;
+  // `out`, the sum of probabilities times values so far, is rescaled to the new max.
   // `share_max` combines the largest s of each row with those of warps that hold other keys of the
   // row. With kVote a warp skips the rescaling where it would multiply by one throughout.
   template <bool kVote, int kNTiles, int kOutTiles, class Score, class ShareMax>

@@ -90,15 +90,17 @@ SELF = FwdSm90Self(
 # block: 1k 191 instead of 202.
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
 # What takes the place of a tile where the softmax takes in a softcap, which holds more registers:
-# narrower, or without those that hold q.
+# narrower, or without those that hold q. Both rows' exponentials are beside P V with `overlap` too;
+# without it 128 takes 1 to 2 % less (tuning/scores.csv, runs 7 and 8), and pages at 64 would spill.
 CAPPED: dict[FwdSm90 | FwdSm90Self, FwdSm90 | FwdSm90Self] = {
     D64: replace(D64, block_n=112),
-    D96: replace(D96, block_n=112),
-    D128: replace(D128, q_registers=False),
-    D128_LONG: replace(D128_LONG, q_registers=False),
+    D96: replace(D96, block_n=112, overlap=False),
+    D128: replace(D128, q_registers=False, overlap=False),
+    D128_LONG: replace(D128_LONG, q_registers=False, overlap=False),
+    D192_128_LONG: D192_128,
     D256_SHORT: D256,
-    SELF: replace(SELF_SHORT, blocks_per_sm=3),
-    SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3),
+    SELF: replace(SELF_SHORT, blocks_per_sm=3, overlap=False),
+    SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3, overlap=False),
 }
 # Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
 # 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads.

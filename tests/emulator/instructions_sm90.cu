@@ -84,18 +84,8 @@ struct BulkParams {
 };
 extern "C" __global__ void bulk(const __grid_constant__ BulkParams p) {
   extern __shared__ __align__(128) float floats[];
-  __shared__ unsigned long long bar;
-  const unsigned full = ptx::shared_address(&bar), data = ptx::shared_address(floats);
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(full, 1);
-    ptx::fence_mbarrier_init();
-    ptx::mbarrier_expect_tx(full, 4 * p.n);
-    ptx::bulk_load_hint(data, p.x, 4 * p.n, full, ptx::createpolicy_evict_first());
-    ptx::mbarrier_arrive(full);
-  }
-  __syncthreads();
-  wait(full, 0);
-  for (int i = threadIdx.x; i < p.n; i += blockDim.x) floats[i] += 1.f;
+  const unsigned data = ptx::shared_address(floats);
+  for (int i = threadIdx.x; i < p.n; i += blockDim.x) floats[i] = p.x[i] + 1.f;
   ptx::fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -21,6 +21,7 @@ namespace ptx {
 
 inline unsigned shared_address(const void* pointer) { return emu::shared_address(pointer); }
 
+inline int divergent(int x) { return x; }
 inline int opaque(int x) { return x; }
 inline long long opaque(long long x) { return x; }
 template <class T>

@@ -65,11 +65,6 @@ inline float4 ld_shared_cluster(unsigned cluster_address) {
 }
 
 inline void fence_proxy_async() { emu::proxy_fence(); }
-inline void bulk_load_hint(unsigned dst, const void* src, int bytes, unsigned bar,
-                           unsigned long long policy) {
-  static_cast<void>(policy);
-  emu::bulk_copy(emu::Bulk::load, dst, src, bytes, bar);
-}
 inline void bulk_store(void* dst, unsigned src, int bytes) {
   emu::bulk_copy(emu::Bulk::store, src, dst, bytes, 0);
 }
