@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from rawattn.device import Device
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
-from rawattn.problem import MAX_LENGTH, Problem, Rows
+from rawattn.problem import MAX_LENGTH, Mask, Problem, Rows
 from rawattn.registry import FwdSm90, FwdSm90Self
 
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
@@ -122,12 +122,12 @@ def _ragged(p: Problem) -> bool:
 
 def _full(p: Problem) -> bool:
     """Whether every row sees every key: a window that is wide enough gets the same bits as none."""
-    return not any(_hides(p, side) for side in (p.mask.left, p.mask.right))
+    return _mask(p).trivial
 
 
-def _hides(p: Problem, side: int) -> bool:
-    """Whether a side of a window hides any key."""
-    return 0 <= side < max(p.max_q, p.max_k) - 1
+def _mask(p: Problem) -> Mask:
+    """The mask, without the sides of a window that hide no key."""
+    return p.mask.within(max(p.max_q, p.max_k))
 
 
 def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
@@ -212,7 +212,7 @@ def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
-    if _ragged(p) or any(_steps(p)) or _hides(p, p.mask.left):
+    if _ragged(p) or any(_steps(p)) or _mask(p).left >= 0:
         return None
     chosen = _tile(p)
     tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
@@ -237,7 +237,7 @@ def _steps(p: Problem) -> tuple[bool, bool]:
 def config_of(p: Problem, tile: Tile) -> Tile:
     """A prototype with the storage type, window and score steps of a problem."""
     softcap, scores = _steps(p)
-    return _form(tile, ELEMENTS[p.dtype], _hides(p, p.mask.left), softcap, scores)
+    return _form(tile, ELEMENTS[p.dtype], _mask(p).left >= 0, softcap, scores)
 
 
 def _form(tile: Tile, element: str, window: bool, softcap: bool, scores: bool) -> Tile:
