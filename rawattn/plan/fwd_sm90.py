@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
 
 from rawattn.device import Device
+from rawattn.paged_problem import PagedProblem
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.problem import MAX_LENGTH, Mask, Problem, Rows
 from rawattn.registry import FwdSm90, FwdSm90Self
@@ -130,10 +131,15 @@ def _mask(p: Problem) -> Mask:
     return p.mask.within(max(p.max_q, p.max_k))
 
 
+def first_that_holds(p: Problem | PagedProblem, tiles: Iterable[FwdSm90]) -> FwdSm90 | None:
+    """The first of some prototypes whose columns the heads of a problem fit into."""
+    fits = (t for t in tiles if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
+    return next(fits, None)
+
+
 def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     """The prototype for a problem; None where heads are too wide."""
-    fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
-    tile = next(fits, None)
+    tile = first_that_holds(p, TILES)
     # Not by `_full`: lengths may be smaller than their bounds, and a window that is wide enough for
     # them gets the same bits as none, so the same tile.
     causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
@@ -274,7 +280,11 @@ def refuses(p: Problem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
-    tile = _tile(p)
+    return refuses_shape(p, _tile(p))
+
+
+def refuses_shape(p: Problem | PagedProblem, tile: FwdSm90 | FwdSm90Self | None) -> str | None:
+    """Why heads, strides or lengths are not for a tile, that of the problem, if there is one."""
     if tile is None:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
     if p.copy_bytes < 16 or not p.tma:
@@ -283,16 +293,11 @@ def refuses(p: Problem, device: Device) -> str | None:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
     if p.max_k == 0:
         return "no keys: takes at least one"
-    return refuses_tiles(p, tile)
-
-
-def refuses_tiles(p: Problem, tile: FwdSm90 | FwdSm90Self) -> str | None:
-    """Whether there are too many query tiles."""
     tiles = _m_blocks(p, tile) * p.batch * p.q_heads
     return f"{tiles} query tiles: takes up to {MAX_TILES}" if tiles > MAX_TILES else None
 
 
-def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
+def _m_blocks(p: Problem | PagedProblem, config: FwdSm90 | FwdSm90Self) -> int:
     return -(-p.max_q // config.block_m)
 
 
@@ -336,29 +341,24 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
     )
 
 
-def chunk_of(columns: int) -> int:
-    """Columns of a chunk of a SwizzledTile, cuda/tile_sm90.cuh."""
-    return 64 if columns % 64 == 0 else 32
-
-
 def _maps(p: Problem, config: FwdSm90 | FwdSm90Self) -> tuple[TensorMap, ...]:
-    """Boxes are chunks of a SwizzledTile, cuda/tile_sm90.cuh."""
-
-    def one(name: str, cols: int, rows: int, *, ragged: bool = False) -> TensorMap:
-        chunk = chunk_of(cols)
-        return TensorMap(
-            field=f"{name}_map",
-            array=name,
-            box=(chunk, rows, 1) if ragged else (chunk, rows, 1, 1),
-            axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
-            swizzle=2 * chunk,
-            ragged=ragged,
-        )
-
     q_cols = max(config.head_dim, config.value_dim)
     return (
-        one("q", q_cols, 64),
-        one("k", config.head_dim, config.block_n),
-        one("v", config.value_dim, config.block_n, ragged=p.k_rows is not Rows.DENSE),
-        one("out", q_cols, 64, ragged=p.q_rows is not Rows.DENSE),
+        chunks("q", q_cols, 64),
+        chunks("k", config.head_dim, config.block_n),
+        chunks("v", config.value_dim, config.block_n, ragged=p.k_rows is not Rows.DENSE),
+        chunks("out", q_cols, 64, ragged=p.q_rows is not Rows.DENSE),
+    )
+
+
+def chunks(name: str, columns: int, rows: int, *, ragged: bool = False) -> TensorMap:
+    """The map of an array that is copied to a SwizzledTile, cuda/tile_sm90.cuh, by its chunks."""
+    chunk = 64 if columns % 64 == 0 else 32  # columns of one
+    return TensorMap(
+        field=f"{name}_map",
+        array=name,
+        box=(chunk, rows, 1) if ragged else (chunk, rows, 1, 1),
+        axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
+        swizzle=2 * chunk,
+        ragged=ragged,
     )
