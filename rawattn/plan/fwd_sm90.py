@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -218,7 +217,7 @@ def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
-    if _ragged(p) or any(_steps(p)) or _mask(p).left >= 0:
+    if _ragged(p) or not _form(p).plain:
         return None
     chosen = _tile(p)
     tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
@@ -233,45 +232,63 @@ def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     return tile if even or not cut.whole else None
 
 
-def _steps(p: Problem) -> tuple[bool, bool]:
-    """Config.softcap, Config.scores."""
-    alone = not (p.scores.alibi or p.scores.reversed or p.scores.extreme)
-    steps = p.scores.softcap or p.scores.alibi or p.scores.reversed
-    return steps and alone, steps and not alone
+class Form(NamedTuple):
+    """The fields of a Config that are of the problem, not of the tile."""
+
+    element: str
+    window: bool
+    softcap: bool
+    scores: bool
+
+    @property
+    def plain(self) -> bool:
+        return not (self.window or self.softcap or self.scores)
+
+
+FORMS = tuple(
+    Form(element, window, *steps)
+    for element in ELEMENTS.values()
+    for window in (False, True)
+    for steps in ((False, False), (True, False), (False, True))
+)
+
+
+def _form(p: Problem) -> Form:
+    """The softmax takes in a softcap that is alone; else all steps are made score by score."""
+    scores = p.scores.alibi or p.scores.reversed or p.scores.extreme
+    return Form(
+        element=ELEMENTS[p.dtype],
+        window=_mask(p).left >= 0,
+        softcap=p.scores.softcap and not scores,
+        scores=scores,
+    )
+
+
+def _in_form(tile: Tile, form: Form) -> Tile:
+    base = cast(Tile, CAPPED.get(tile, tile)) if form.softcap else tile
+    return replace(base, **form._asdict())
 
 
 def config_of(p: Problem, tile: Tile) -> Tile:
-    """A prototype with the storage type, window and score steps of a problem."""
-    softcap, scores = _steps(p)
-    return _form(tile, ELEMENTS[p.dtype], _mask(p).left >= 0, softcap, scores)
-
-
-def _form(tile: Tile, element: str, window: bool, softcap: bool, scores: bool) -> Tile:
-    base = cast(Tile, CAPPED.get(tile, tile)) if softcap else tile
-    return replace(base, element=element, window=window, softcap=softcap, scores=scores)
+    """The Config for a problem, from a prototype."""
+    return _in_form(tile, _form(p))
 
 
 def forms(tile: Tile) -> Iterator[Tile]:
     """All that `config_of` makes of a prototype."""
-    steps = (False, False), (True, False), (False, True)
-    for element, window, (softcap, scores) in itertools.product(
-        ELEMENTS.values(), (False, True), steps
-    ):
-        yield _form(tile, element, window, softcap, scores)
+    return (_in_form(tile, form) for form in FORMS)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
-    yield from dict.fromkeys(form for tile in TILES for form in forms(tile))
+    yield from dict.fromkeys(config for tile in TILES for config in forms(tile))
     for tile in SPLIT_TILES:
-        yield from (
-            form for form in forms(tile) if not (form.window or form.softcap or form.scores)
-        )
+        yield from (_in_form(tile, form) for form in FORMS if form.plain)
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
     """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
-    yield from dict.fromkeys(form for tile in (SELF, SELF_SHORT) for form in forms(tile))
+    yield from dict.fromkeys(config for tile in (SELF, SELF_SHORT) for config in forms(tile))
 
 
 def refuses(p: Problem, device: Device) -> str | None:
