@@ -51,20 +51,22 @@ def _prototype(
     )
 
 
-# Measured on an H200, microseconds in one run (docs/kernels/fwd_sm90.md); the last of a pair is for
-# long sequences.
+# Figures are TFLOP/s of an H200, of two candidates of one run in tuning/fwd-sm90.csv, under
+# bench/results/nvidia-h200; the run is joins3 where none is named. The last of a pair is for long
+# sequences.
 D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
 D96 = _prototype(96, 96, 128, overlap=True)
-D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 680, 128 x 128 709; more keys spill
-# Without the first row's exponentials beside P V: full 16k 3377 instead of 3218.
+D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 607, 128 x 128 582; more keys spill
+# Without the first row's exponentials beside P V: full 16k 651 instead of 683.
 D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
-# Not shorter: consumers wait for the next tile with their turn, 1k 135.6 instead of 133.1.
+# Not shorter: consumers wait for the next tile with their turn, which took 1k 2 % longer (H200,
+# 2026-11-30).
 D128_LONG = replace(D128, late_draw=True)
-# Full 1k 250, LONG 253; 4k 938 and 923.
+# Full 1k 688, LONG 680; 4k 733 and 744.
 D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
-# 64 keys pad and mask less: causal 512 102, 80 keys 109; 2k equal.
+# 64 keys pad and mask less: causal 512 337, 80 keys 316; 2k equal.
 D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
 D256 = replace(D256_SHORT, block_n=80)
 TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
@@ -87,7 +89,7 @@ SELF = FwdSm90Self(
     blocks_per_sm=3,
 )
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
-# block: 1k 191 instead of 202.
+# block: 1k 359 instead of 337 (tiles1).
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
 # What takes the place of a tile where the softmax takes in a softcap, which holds more registers:
 # narrower, or without those that hold q.
@@ -101,16 +103,15 @@ CAPPED: dict[FwdSm90 | FwdSm90Self, FwdSm90 | FwdSm90Self] = {
     SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3),
 }
 # Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
-# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads.
+# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads (run 3 of tuning/power.csv).
 SWEEP_BYTES = 16 << 20
 # Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
-# tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
-# 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
+# tiles wait for memory. 128 causal 512 378 instead of 368 with 48 MB and 376 with none, 1k 512, 503
+# and 499 (joins5); as wide at 4k 580 instead of 590 (tiles5).
 WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # Key tiles that cutting must save a block behind whole tiles, and where there are none. It costs to
-# begin and end another tile, and to add parts, 5 to 16 us. 256 full 2k, 6 saved: 406 us instead of
-# 400; 128 full 2k, 7: 398 and 398; 256 full 4k, 12: 799 and 806; 128 queries on 1024 keys, 6: 15.7
-# and 18.0.
+# begin and end another tile, and to add parts. 256 full 2k, 6 saved, took longer; 128 full 2k, 7,
+# equally long; 256 full 4k, 12, less, and so did 128 queries on 1024 keys, 6 (H200, 2026-11-30).
 SAVED, SAVED_ALONE = 8, 6
 # Under a causal mask, at least so many keys a query: tiles see about equally many then.
 EVEN = 8
@@ -206,7 +207,8 @@ class Cut(NamedTuple):
 def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
     """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; in
     fewer, where adding parts, one after the other, would take longer than what each has of keys:
-    128 queries of one head on 128k keys take 78 us in 32 pieces, 141 in 128.
+    128 queries of one head on 128k keys took little more than half as long in 32 pieces as in 128
+    (H200, 2026-11-30).
     """
     tiles = _m_blocks(p, config) * p.batch * p.q_heads
     left = tiles % device.sms

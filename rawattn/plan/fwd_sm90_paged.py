@@ -24,7 +24,8 @@ TILES = (
 )
 # What 64 rows of decode_sm90 take a block, as a multiple of what a query tile takes one. H200, us,
 # decode_sm90 / this, 32 / 8 heads of 128, 4 k keys: 1 x 256 queries 47 / 54, 1 x 512 95 / 56, 4 x
-# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216.
+# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216 (tuning/prompts.csv, under
+# bench/results/nvidia-h200).
 DECODE_ROWS, DECODE_COST = 64, 0.92
 
 
