@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters in the memory of a GPU, through which the blocks of a launch share out work.
+"""Counters in the memory of a GPU, through which the blocks of a launch share out work, and whoever
+leaves the last part of a sum in the workspace learns that it is the last.
 
 A launch finds its counters 0 and leaves them 0, so they are set once, and no launch waits for a
 memset. Two launches that run at the same time must not have the same ones. Therefore counters
@@ -8,6 +9,9 @@ ordered by the program that makes them (by a stream, an event, a graph), or it h
 This holds for graphs too: a captured launch keeps its counters for good, and whoever replays it
 beside another launch on other outputs uses other counters. Nothing is ever given back: 32 bytes or
 more for each output address that was seen, and the pools that outputs come from use few of them.
+Launches with parts (decoding, fwd_sm90 where it cuts query tiles) have a counter a slot of the
+workspace, or one for each warp of a slot, kilobytes; an address that comes with more parts than
+before gets others.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from rawattn.arrays import Spec, SpecKey, View, check_writable, contiguous, empt
 from rawattn.device import Device
 from rawattn.params import row_strides
 from rawattn.plan import BACKENDS, Plan, plan
-from rawattn.problem import Problem, check_scalar, shown
+from rawattn.problem import Problem, shown
+from rawattn.reference import softmax_scale
 from rawattn.request import (
     Arrays,
     Neighbours,
@@ -200,8 +201,7 @@ def resolve(keys: tuple[SpecKey | None, ...], options: Options) -> Call:
     """
     given = Arrays(*[key and Spec(*key) for key in keys])
     problem = problem_of(given, options)
-    scale = options.softmax_scale
-    scale = problem.head_dim**-0.5 if scale is None else check_scalar("softmax_scale", scale)
+    scale = softmax_scale(options.softmax_scale, problem.head_dim)
     device = given.q.device
     out_shape, lse_shape = result_shapes(given.q.shape, problem.value_dim)
     specs = given._replace(

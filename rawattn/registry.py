@@ -89,7 +89,9 @@ class FwdSm80:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FwdSm90:
-    """One specialisation of ``cuda/fwd_sm90.cu``; `plan/fwd_sm90.py` chooses the values."""
+    """One specialisation of ``cuda/fwd_sm90.cu`` or ``cuda/fwd_sm90_paged.cu``; `plan/fwd_sm90.py`
+    has the values, of which `plan/fwd_sm90_paged.py` chooses for pages.
+    """
 
     element: str  # storage type, a C++ type name of cuda/types.cuh
     head_dim: int  # columns of the Q and K tiles; a stored head_dim below it is padded with zeros

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+from rawattn.reference import softmax_scale
+
 LOG2_E = math.log2(math.e)
 # tanh(u) / u in powers of u * u: minimax of the relative error, 1.5e-6, over |u| < NEAR.
 NEAR = 0.31
@@ -39,6 +41,6 @@ def fold(scale: float, softcap: float) -> dict[str, float]:
 
 
 def extreme(scale: float | None, head_dim: int, softcap: float) -> bool:
-    """Whether there is no fold of a softcap and a positive scale, by default 1 / sqrt(head_dim)."""
-    scale = head_dim**-0.5 if scale is None else scale
+    """Whether there is no fold of a softcap and a positive scale; None is the default one."""
+    scale = softmax_scale(scale, head_dim)
     return softcap > 0.0 and scale > 0.0 and fold(scale, softcap) is NONE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import counts
-from tools import gpu_tests
+from tools import gpu_outputs, gpu_tests
 
 GENERATE, PAGED = gpu_tests.EXAMPLE_FILES
 
@@ -48,6 +48,12 @@ def test_the_example_and_the_kernels_have_gpu_tests() -> None:
     files = gpu_tests.gpu_files()
     assert {GENERATE, PAGED, *gpu_tests.LAW_FILES, "tests/test_gpu_dense.py"} <= set(files)
     assert "tests/test_gpu_outputs.py" not in files and "tests/test_gpu_record.py" not in files
+
+
+def test_the_digest_is_of_code_that_there_is() -> None:
+    package = gpu_tests.ROOT / "rawattn"
+    for name in {*gpu_tests.LAUNCH_CODE, *gpu_outputs.CODE}:
+        assert (package / f"{name}.py").is_file() or (package / name).is_dir(), name
 
 
 @pytest.mark.parametrize("count", [{"skipped": 1}, {"failed": 2}, {}])

@@ -11,7 +11,7 @@ import pytest
 import rawattn
 from rawattn.device import Device
 from rawattn.paged_problem import PageTable, Scale
-from rawattn.plan.paged import plan
+from rawattn.plan.paged import LONGER, plan
 from rawattn.problem import CacheLayout, Mask, Rows, Unsupported
 from tests.problems import decode_problem
 from tools.emulator.api import emulated
@@ -36,9 +36,12 @@ CAUSAL = Mask.of(True)
 def test_the_faster_one_is_chosen(batch: int, queries: int, backend: str) -> None:
     """As measured, docs/kernels/fwd_sm90.md."""
     problem = decode_problem(batch=batch, max_q=queries, mask=CAUSAL)
-    assert plan(problem, H200).backend == backend
+    made = plan(problem, H200)
+    assert made.backend == backend
+    assert made.why == (() if backend == "decode_split" else (LONGER,))
     for name in ("decode_split", "fwd_sm90_paged"):
-        assert plan(problem, H200, name).backend == name
+        forced = plan(problem, H200, name)
+        assert forced.backend == name and forced.why == ()
 
 
 def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:

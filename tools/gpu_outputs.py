@@ -37,7 +37,7 @@ FILE = ROOT / "tests" / "gpu_outputs.npz"
 # be out of date more often.
 CODE = ("plan", "registry", "cache_configs")
 # The kernels that results are of: none on wgmma.
-WGMMA = ("fwd_sm90", "fwd_sm90_self", "decode_sm90")
+WGMMA = ("fwd_sm90", "fwd_sm90_self", "fwd_sm90_paged", "decode_sm90")
 KERNELS = tuple(kernel for kernel in registry.KERNELS if kernel not in WGMMA)
 OUT_ELEMENTS, LSE_ELEMENTS = 1024, 256  # of a problem, at most: the file stays below a megabyte
 

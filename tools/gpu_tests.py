@@ -42,9 +42,14 @@ from rawattn.cli.workers import program
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
+# All between a problem, on a device, and its launches. What makes problems of arguments is not
+# here: tests without a GPU see each problem.
 LAUNCH_CODE = (
     *("plan", "registry", "compile", "launch", "params", "tensor_map", "counters"),
     *("forward", "calls", "cache_configs", "decode_configs"),
+    *("paged_prompt", "paged_steps", "ragged", "softcap"),
+    *("paged_call", "cascade_call", "kv_write_call", "copy_call", "merge_call", "cache_request"),
+    *("problem", "paged_problem", "cache_problem", "device"),
 )
 LAW_FILES = ("tests/test_laws.py",)
 EXAMPLE_FILES = ("tests/test_generate.py", "tests/test_generate_paged.py")

@@ -3,8 +3,9 @@
 no CuPy.
 
 A backend is a name and a function that says why it refuses a problem (None: it takes it). The first
-of a list of backends that does not refuse wins; `backend=` or ``RAWATTN_BACKEND`` forces one. One
-file here plans one kernel: its tile sizes live there and nowhere else.
+of a list of backends that does not refuse wins, but for prompts over pages, which may be quicker in
+the second one (`paged.plan`); `backend=` or ``RAWATTN_BACKEND`` forces one. One file here plans one
+kernel: its tile sizes live there and nowhere else.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `why` names the backends passed over, and the reasons for what was chosen."""
+    """What will run. `why` names the backends passed over, each with the reason: what it refuses,
+    or that it takes longer. Where a backend was forced it is empty.
+    """
 
     problem: Any  # what the call asks, as one of the problem classes of `problem.py`
     device: Device

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
 
 from rawattn.device import Device
+from rawattn.paged_problem import PagedProblem
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
-from rawattn.problem import MAX_LENGTH, Problem, Rows
+from rawattn.problem import MAX_LENGTH, Mask, Problem, Rows
 from rawattn.registry import FwdSm90, FwdSm90Self
 
 STATIC, DYNAMIC = 0, 1  # TileOrder of cuda/schedule.cuh
@@ -51,20 +51,22 @@ def _prototype(
     )
 
 
-# Measured on an H200, microseconds in one run (docs/kernels/fwd_sm90.md); the last of a pair is for
-# long sequences.
+# Figures are TFLOP/s of an H200, of two candidates of one run in tuning/fwd-sm90.csv, under
+# bench/results/nvidia-h200; the run is joins3 where none is named. The last of a pair is for long
+# sequences.
 D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
 D96 = _prototype(96, 96, 128, overlap=True)
-D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 680, 128 x 128 709; more keys spill
-# Without the first row's exponentials beside P V: full 16k 3377 instead of 3218.
+D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 607, 128 x 128 582; more keys spill
+# Without the first row's exponentials beside P V: full 16k 651 instead of 683.
 D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
-# Not shorter: consumers wait for the next tile with their turn, 1k 135.6 instead of 133.1.
+# Not shorter: consumers wait for the next tile with their turn, which took 1k 2 % longer (H200,
+# 2026-11-30).
 D128_LONG = replace(D128, late_draw=True)
-# Full 1k 250, LONG 253; 4k 938 and 923.
+# Full 1k 688, LONG 680; 4k 733 and 744.
 D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
-# 64 keys pad and mask less: causal 512 102, 80 keys 109; 2k equal.
+# 64 keys pad and mask less: causal 512 337, 80 keys 316; 2k equal.
 D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
 D256 = replace(D256_SHORT, block_n=80)
 TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
@@ -87,7 +89,7 @@ SELF = FwdSm90Self(
     blocks_per_sm=3,
 )
 # Under a causal mask, tiles of 64 keys waste less of the diagonal, and leave registers for a fourth
-# block: 1k 191 instead of 202.
+# block: 1k 359 instead of 337 (tiles1).
 SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
 # What takes the place of a tile where the softmax takes in a softcap, which holds more registers:
 # narrower, or without those that hold q. Both rows' exponentials are beside P V with `overlap` too;
@@ -103,16 +105,15 @@ CAPPED: dict[FwdSm90 | FwdSm90Self, FwdSm90 | FwdSm90Self] = {
     SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3, overlap=False),
 }
 # Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
-# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads.
+# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads (run 3 of tuning/power.csv).
 SWEEP_BYTES = 16 << 20
 # Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
-# tiles wait for memory. 128 causal 512 90.9 us instead of 93.4 with 48 MB and 91.3 with none, 1k
-# 134.2, 136.6 and 137.6; as wide at 4k 580 TFLOP/s instead of 590.
+# tiles wait for memory. 128 causal 512 378 instead of 368 with 48 MB and 376 with none, 1k 512, 503
+# and 499 (joins5); as wide at 4k 580 instead of 590 (tiles5).
 WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # Key tiles that cutting must save a block behind whole tiles, and where there are none. It costs to
-# begin and end another tile, and to add parts, 5 to 16 us. 256 full 2k, 6 saved: 406 us instead of
-# 400; 128 full 2k, 7: 398 and 398; 256 full 4k, 12: 799 and 806; 128 queries on 1024 keys, 6: 15.7
-# and 18.0.
+# begin and end another tile, and to add parts. 256 full 2k, 6 saved, took longer; 128 full 2k, 7,
+# equally long; 256 full 4k, 12, less, and so did 128 queries on 1024 keys, 6 (H200, 2026-11-30).
 SAVED, SAVED_ALONE = 8, 6
 # Under a causal mask, at least so many keys a query: tiles see about equally many then.
 EVEN = 8
@@ -124,18 +125,23 @@ def _ragged(p: Problem) -> bool:
 
 def _full(p: Problem) -> bool:
     """Whether every row sees every key: a window that is wide enough gets the same bits as none."""
-    return not any(_hides(p, side) for side in (p.mask.left, p.mask.right))
+    return _mask(p).trivial
 
 
-def _hides(p: Problem, side: int) -> bool:
-    """Whether a side of a window hides any key."""
-    return 0 <= side < max(p.max_q, p.max_k) - 1
+def _mask(p: Problem) -> Mask:
+    """The mask, without the sides of a window that hide no key."""
+    return p.mask.within(max(p.max_q, p.max_k))
+
+
+def first_that_holds(p: Problem | PagedProblem, tiles: Iterable[FwdSm90]) -> FwdSm90 | None:
+    """The first of some prototypes whose columns the heads of a problem fit into."""
+    fits = (t for t in tiles if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
+    return next(fits, None)
 
 
 def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     """The prototype for a problem; None where heads are too wide."""
-    fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
-    tile = next(fits, None)
+    tile = first_that_holds(p, TILES)
     # Not by `_full`: lengths may be smaller than their bounds, and a window that is wide enough for
     # them gets the same bits as none, so the same tile.
     causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
@@ -203,7 +209,8 @@ class Cut(NamedTuple):
 def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
     """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; in
     fewer, where adding parts, one after the other, would take longer than what each has of keys:
-    128 queries of one head on 128k keys take 78 us in 32 pieces, 141 in 128.
+    128 queries of one head on 128k keys took little more than half as long in 32 pieces as in 128
+    (H200, 2026-11-30).
     """
     tiles = _m_blocks(p, config) * p.batch * p.q_heads
     left = tiles % device.sms
@@ -214,7 +221,7 @@ def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
-    if _ragged(p) or any(_steps(p)) or _hides(p, p.mask.left):
+    if _ragged(p) or not _form(p).plain:
         return None
     chosen = _tile(p)
     tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
@@ -229,45 +236,63 @@ def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     return tile if even or not cut.whole else None
 
 
-def _steps(p: Problem) -> tuple[bool, bool]:
-    """Config.softcap, Config.scores."""
-    alone = not (p.scores.alibi or p.scores.reversed or p.scores.extreme)
-    steps = p.scores.softcap or p.scores.alibi or p.scores.reversed
-    return steps and alone, steps and not alone
+class Form(NamedTuple):
+    """The fields of a Config that are of the problem, not of the tile."""
+
+    element: str
+    window: bool
+    softcap: bool
+    scores: bool
+
+    @property
+    def plain(self) -> bool:
+        return not (self.window or self.softcap or self.scores)
+
+
+FORMS = tuple(
+    Form(element, window, *steps)
+    for element in ELEMENTS.values()
+    for window in (False, True)
+    for steps in ((False, False), (True, False), (False, True))
+)
+
+
+def _form(p: Problem) -> Form:
+    """The softmax takes in a softcap that is alone; else all steps are made score by score."""
+    scores = p.scores.alibi or p.scores.reversed or p.scores.extreme
+    return Form(
+        element=ELEMENTS[p.dtype],
+        window=_mask(p).left >= 0,
+        softcap=p.scores.softcap and not scores,
+        scores=scores,
+    )
+
+
+def _in_form(tile: Tile, form: Form) -> Tile:
+    base = cast(Tile, CAPPED.get(tile, tile)) if form.softcap else tile
+    return replace(base, **form._asdict())
 
 
 def config_of(p: Problem, tile: Tile) -> Tile:
-    """A prototype with the storage type, window and score steps of a problem."""
-    softcap, scores = _steps(p)
-    return _form(tile, ELEMENTS[p.dtype], _hides(p, p.mask.left), softcap, scores)
-
-
-def _form(tile: Tile, element: str, window: bool, softcap: bool, scores: bool) -> Tile:
-    base = cast(Tile, CAPPED.get(tile, tile)) if softcap else tile
-    return replace(base, element=element, window=window, softcap=softcap, scores=scores)
+    """The Config for a problem, from a prototype."""
+    return _in_form(tile, _form(p))
 
 
 def forms(tile: Tile) -> Iterator[Tile]:
     """All that `config_of` makes of a prototype."""
-    steps = (False, False), (True, False), (False, True)
-    for element, window, (softcap, scores) in itertools.product(
-        ELEMENTS.values(), (False, True), steps
-    ):
-        yield _form(tile, element, window, softcap, scores)
+    return (_in_form(tile, form) for form in FORMS)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
-    yield from dict.fromkeys(form for tile in TILES for form in forms(tile))
+    yield from dict.fromkeys(config for tile in TILES for config in forms(tile))
     for tile in SPLIT_TILES:
-        yield from (
-            form for form in forms(tile) if not (form.window or form.softcap or form.scores)
-        )
+        yield from (_in_form(tile, form) for form in FORMS if form.plain)
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
     """Every Config of fwd_sm90_self that `launches` can choose on `arch`."""
-    yield from dict.fromkeys(form for tile in (SELF, SELF_SHORT) for form in forms(tile))
+    yield from dict.fromkeys(config for tile in (SELF, SELF_SHORT) for config in forms(tile))
 
 
 def refuses(p: Problem, device: Device) -> str | None:
@@ -276,7 +301,11 @@ def refuses(p: Problem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS:
         return f"dtype {p.dtype}: takes {' and '.join(ELEMENTS)}"
-    tile = _tile(p)
+    return refuses_shape(p, _tile(p))
+
+
+def refuses_shape(p: Problem | PagedProblem, tile: FwdSm90 | FwdSm90Self | None) -> str | None:
+    """Why heads, strides or lengths are not for a tile, that of the problem, if there is one."""
     if tile is None:
         return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
     if p.copy_bytes < 16 or not p.tma:
@@ -285,16 +314,11 @@ def refuses(p: Problem, device: Device) -> str | None:
         return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
     if p.max_k == 0:
         return "no keys: takes at least one"
-    return refuses_tiles(p, tile)
-
-
-def refuses_tiles(p: Problem, tile: FwdSm90 | FwdSm90Self) -> str | None:
-    """Whether there are too many query tiles."""
     tiles = _m_blocks(p, tile) * p.batch * p.q_heads
     return f"{tiles} query tiles: takes up to {MAX_TILES}" if tiles > MAX_TILES else None
 
 
-def _m_blocks(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
+def _m_blocks(p: Problem | PagedProblem, config: FwdSm90 | FwdSm90Self) -> int:
     return -(-p.max_q // config.block_m)
 
 
@@ -338,29 +362,24 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
     )
 
 
-def chunk_of(columns: int) -> int:
-    """Columns of a chunk of a SwizzledTile, cuda/tile_sm90.cuh."""
-    return 64 if columns % 64 == 0 else 32
-
-
 def _maps(p: Problem, config: FwdSm90 | FwdSm90Self) -> tuple[TensorMap, ...]:
-    """Boxes are chunks of a SwizzledTile, cuda/tile_sm90.cuh."""
-
-    def one(name: str, cols: int, rows: int, *, ragged: bool = False) -> TensorMap:
-        chunk = chunk_of(cols)
-        return TensorMap(
-            field=f"{name}_map",
-            array=name,
-            box=(chunk, rows, 1) if ragged else (chunk, rows, 1, 1),
-            axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
-            swizzle=2 * chunk,
-            ragged=ragged,
-        )
-
     q_cols = max(config.head_dim, config.value_dim)
     return (
-        one("q", q_cols, 64),
-        one("k", config.head_dim, config.block_n),
-        one("v", config.value_dim, config.block_n, ragged=p.k_rows is not Rows.DENSE),
-        one("out", q_cols, 64, ragged=p.q_rows is not Rows.DENSE),
+        chunks("q", q_cols, 64),
+        chunks("k", config.head_dim, config.block_n),
+        chunks("v", config.value_dim, config.block_n, ragged=p.k_rows is not Rows.DENSE),
+        chunks("out", q_cols, 64, ragged=p.q_rows is not Rows.DENSE),
+    )
+
+
+def chunks(name: str, columns: int, rows: int, *, ragged: bool = False) -> TensorMap:
+    """The map of an array that is copied to a SwizzledTile, cuda/tile_sm90.cuh, by its chunks."""
+    chunk = 64 if columns % 64 == 0 else 32  # columns of one
+    return TensorMap(
+        field=f"{name}_map",
+        array=name,
+        box=(chunk, rows, 1) if ragged else (chunk, rows, 1, 1),
+        axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
+        swizzle=2 * chunk,
+        ragged=ragged,
     )

@@ -9,9 +9,9 @@ from dataclasses import replace
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.plan import fwd_sm90
-from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
+from rawattn.plan.base import ELEMENTS, Launch, refuses_device
 from rawattn.plan.decode_sm90 import BOX
-from rawattn.problem import MAX_LENGTH, CacheLayout, Problem, Rows
+from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
 
 TILES = (
@@ -24,7 +24,8 @@ TILES = (
 )
 # What 64 rows of decode_sm90 take a block, as a multiple of what a query tile takes one. H200, us,
 # decode_sm90 / this, 32 / 8 heads of 128, 4 k keys: 1 x 256 queries 47 / 54, 1 x 512 95 / 56, 4 x
-# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216.
+# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216 (tuning/prompts.csv, under
+# bench/results/nvidia-h200).
 DECODE_ROWS, DECODE_COST = 64, 0.92
 
 
@@ -49,8 +50,7 @@ def twin(p: PagedProblem) -> Problem:
 
 
 def _tile(p: PagedProblem) -> FwdSm90 | None:
-    fits = (t for t in TILES if p.head_dim <= t.head_dim and p.value_dim <= t.value_dim)
-    return next(fits, None)
+    return fwd_sm90.first_that_holds(p, TILES)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
@@ -77,16 +77,7 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return "scales of keys and values: takes none"
     if p.mask.top_left and not p.mask.trivial:
         return "a mask aligned to the top left: takes the bottom right"
-    tile = _tile(p)
-    if tile is None:
-        return f"head_dim={p.head_dim}, value_dim={p.value_dim}: takes up to 256"
-    if p.copy_bytes < 16 or not p.tma:
-        return "strides: takes rows that are 16-byte aligned and that a tensor map can describe"
-    if max(p.max_q, p.max_k) > MAX_LENGTH:
-        return f"sequences of {p.max_q} queries and {p.max_k} keys: takes up to {MAX_LENGTH}"
-    if p.max_k == 0:
-        return "no keys: takes at least one"
-    return fwd_sm90.refuses_tiles(twin(p), tile)
+    return fwd_sm90.refuses_shape(p, _tile(p))
 
 
 def pays(p: PagedProblem, device: Device) -> bool:
@@ -110,21 +101,7 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     rows = twin(p)
     launch = fwd_sm90.launch(rows, device, fwd_sm90.config_of(rows, tile))
     kept = tuple(m for m in launch.maps if m.field not in ("k_map", "v_map"))
-    return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, *_maps(tile))),)
-
-
-def _maps(tile: FwdSm90) -> tuple[TensorMap, ...]:
-    """Boxes of 16 tokens; values end where a sequence does."""
-
-    def one(name: str, columns: int, *, ragged: bool) -> TensorMap:
-        chunk = fwd_sm90.chunk_of(columns)
-        return TensorMap(
-            field=f"{name}_map",
-            array=name,
-            box=(chunk, BOX, 1) if ragged else (chunk, BOX, 1, 1),
-            axes=(3, 1, 2) if ragged else (3, 1, 2, 0),
-            swizzle=2 * chunk,
-            ragged=ragged,
-        )
-
-    return one("k", tile.head_dim, ragged=False), one("v", tile.value_dim, ragged=True)
+    # Boxes of few tokens, which cross no page; values end where a sequence does.
+    keys = fwd_sm90.chunks("k", tile.head_dim, BOX)
+    values = fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
+    return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, keys, values)),)

@@ -302,7 +302,7 @@ def law_shift_of_keys(op: Op, case: Case) -> None:
     t = tensors(case)
     u = np.random.default_rng(case.seed).integers(-2, 3, case.head_dim)
     shifted = replace(t, k=t.k + u.astype(t.k.dtype))
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    scale = reference.softmax_scale(case.scale, case.head_dim)
 
     added = scale * (t.q.astype(np.float64) @ u).swapaxes(-1, -2)[..., t.rows]
     out, lse = run(op, shifted)

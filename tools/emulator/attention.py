@@ -14,6 +14,7 @@ import numpy as np
 from rawattn import forward
 from rawattn.device import DEVICES, Device
 from rawattn.plan import plan
+from rawattn.reference import softmax_scale
 from rawattn.request import Arrays, Options, plain, problem_of
 from rawattn.testing import Limits, Op
 from tools.emulator.build import EmulatorError
@@ -63,7 +64,7 @@ def attention(
     views = forward.views_of(arrays, None)
     specs = Arrays(*[x and x.spec for x in views])
     problem = problem_of(specs, call)
-    scale = problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale
+    scale = softmax_scale(call.softmax_scale, problem.head_dim)
     chosen = plan(problem, gpu, call.backend)
     scalars = forward.kernel_scalars(specs, problem, scale, float(call.softcap))
     fields = dict(zip(Arrays._fields, [x and x.array for x in views], strict=True))
