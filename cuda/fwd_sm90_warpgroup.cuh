@@ -45,8 +45,8 @@ struct FwdSm90Warpgroup {
   static constexpr bool kOneStep =
       C::softcap ? C::window || C::head_dim == 192 : C::scores && C::window;
   // Whether maxima are found as integers, three at a time. H200, 2026-12-01, run 6 of
-  // tuning/scores.csv: 64 from 4k on takes 2 to 3 % less, 256 up to 2 %; 96, 128 and 192 / 128, whose
-  // steps wait for products and not for this, up to 2 % more.
+  // tuning/scores.csv: 64 from 4k on takes 2 to 3 % less, 256 up to 2 %; 96, 128 and 192 / 128,
+  // whose steps wait for products and not for this, up to 2 % more.
   static constexpr bool kSettle = C::head_dim == 64 || C::head_dim == 256;
 
   const FwdSm90Params& p;
