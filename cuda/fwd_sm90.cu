@@ -132,21 +132,6 @@ __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& sm
   }
 }
 
-// Brings the rows of a tile to the next buffer. One thread.
-template <class C>
-__device__ __forceinline__ void load_q(const FwdSm90Params& p, FwdSm90Smem<C>& smem,
-                                       Ring<C::q_buffers>& at, const FwdSm90Tile& t) {
-  const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
-  for (int w = 0; w < C::consumers; ++w) {
-    const auto& q = smem.q[at.slot][w];
-    wait(smem.q_ring[w].empty[at.slot], at.parity ^ 1);
-    const unsigned full = ptx::shared_address(&smem.q_ring[w].full[at.slot]);
-    ptx::mbarrier_arrive_expect_tx(full, sizeof(q));
-    q.load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
-  }
-  at.advance();
-}
-
 // Brings Q, K and V. One thread.
 template <class C>
 struct FwdSm90Copies {
@@ -172,7 +157,7 @@ struct FwdSm90Copies {
       if (draw_at == t.last - 1) release_tile(smem, tiles);
       load_k(t, t.last - 1);
       if (behind.first < behind.last) load_v(behind, behind.first);
-      load_q<C>(p, smem, q, t);
+      load_q(t);
       for (int n = t.last - 2; n >= t.first; --n) {
         if (n == draw_at) release_tile(smem, tiles);
         load_k(t, n);
@@ -181,6 +166,18 @@ struct FwdSm90Copies {
       behind = t;
     }
     if (behind.first < behind.last) load_v(behind, behind.first);
+  }
+
+  __device__ __forceinline__ void load_q(const FwdSm90Tile& t) {
+    const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
+    for (int w = 0; w < C::consumers; ++w) {
+      const auto& to = smem.q[q.slot][w];
+      wait(smem.q_ring[w].empty[q.slot], q.parity ^ 1);
+      const unsigned full = ptx::shared_address(&smem.q_ring[w].full[q.slot]);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(to));
+      to.load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
+    }
+    q.advance();
   }
 
   __device__ __forceinline__ void load_k(const FwdSm90Tile& t, int n) {

@@ -32,7 +32,7 @@ struct FwdSm90PagedCopies {
   const Params& p;
   Smem& smem;
   Ring<C::stages> ring;  // of K, or of V
-  Ring<C::q_buffers> q;  // of lane 0
+  Ring<C::q_buffers> q;
 
   __device__ __forceinline__ FwdSm90PagedCopies(const Params& params, Smem& shared)
       : p(params), smem(shared) {}
@@ -62,7 +62,7 @@ struct FwdSm90PagedCopies {
           load_v(t, now);
         } else {
           load_k(t, now);
-          if (n == t.last - 1 && lane() == 0) load_q<C>(p, smem, q, t);
+          if (n == t.last - 1) load_q(t);
         }
       }
     }
@@ -76,6 +76,16 @@ struct FwdSm90PagedCopies {
     return {valid > 0 ? __ldg(table + page) : -1, token - page * p.page, valid};
   }
 
+  // As in fwd_sm90.cu, but by all lanes: by one alone, 64 spills.
+  __device__ __forceinline__ void load_q(const FwdSm90Tile& t) {
+    const int batch = p.cu_seqlens_q != nullptr ? 0 : t.batch;
+    for (int w = 0; w < C::consumers; ++w) {
+      const auto& to = smem.q[q.slot][w];
+      const unsigned full = expect(smem.q_ring[w], q, sizeof(to));
+      if (lane() == 0) to.load(p.q_map, full, t.q_first + t.row + 64 * w, t.q_head, batch);
+    }
+    q.advance();
+  }
   __device__ __forceinline__ void load_k(const FwdSm90Tile& t, const Box& box) {
     const auto& slot = smem.k[ring.slot];
     const unsigned full = expect(smem.k_ring, ring, sizeof(slot));

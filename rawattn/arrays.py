@@ -94,6 +94,11 @@ class Spec(NamedTuple):
 SpecKey = tuple[tuple[int, ...], tuple[int, ...], str, "int | None", int]  # the fields of a Spec
 
 
+# The address of an array that has none, since it has no elements: a block table without columns,
+# say. To kernels an array at 0 is not given.
+NO_ELEMENTS = 16
+
+
 class View:
     """An array that a kernel can read or write. It keeps the memory alive."""
 
@@ -101,7 +106,7 @@ class View:
 
     def __init__(self, array: Any, pointer: int, key: SpecKey) -> None:
         self.array = array  # cupy.ndarray or numpy.ndarray
-        self.pointer = pointer
+        self.pointer = pointer or NO_ELEMENTS
         self.key = key  # equal to `spec`, and cheaper to make: every call looks its kind up by keys
 
     @property

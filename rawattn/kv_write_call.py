@@ -189,7 +189,7 @@ def rotary_scalars(
         "heads": problem.q_heads,
         "head_dim": problem.head_dim,
         "aligned": int(new.rotary.aligned),
-        "same_position": int(problem.one_position),
+        "same_position": int(not problem.own_positions),
         **rotary_fields(specs, options, new),
         **row_strides("x", specs.q, "token"),
         **row_strides("y", turned, "token"),

@@ -126,7 +126,7 @@ def _turned_queries(a: PagedArrays, problem: PagedProblem, tables: dict[str, Any
     """
     q: Array = a.q.copy()
     for used, rows in zip(a.seqused_k.tolist(), sequence_rows(q, a.cu_seqlens_q), strict=True):
-        steps = np.arange(len(q[rows])) * (not problem.one_position)
+        steps = np.arange(len(q[rows])) * problem.own_positions
         q[rows] = rotated(q[rows], positions=used + steps, **tables)
     return q
 

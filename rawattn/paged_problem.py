@@ -96,6 +96,9 @@ class PagedProblem:
     # rows, a whole number of tokens from a page to the next
     tma: bool = True
     packed_q: int = 0  # rows of all packed queries
+    # whether rotary turns each query by its own position: where a tree, a causal mask or a window,
+    # be it one that hides no key, tells those of a sequence apart
+    own_positions: bool = False
 
     @property
     def group(self) -> int:
@@ -111,11 +114,6 @@ class PagedProblem:
     def queries(self) -> int:
         """Of all sequences; bounds them."""
         return self.packed_q if self.q_rows is Rows.PACKED else self.batch * self.max_q
-
-    @property
-    def one_position(self) -> bool:
-        """Whether nothing tells the queries of a sequence apart: rotary then turns all alike."""
-        return self.mask.trivial and not self.tree
 
     @property
     def max_blocks(self) -> int:

@@ -176,6 +176,7 @@ def problem_of(
         for name in ("k_scale", "v_scale")
     ]
     _check_layouts(names, specs)
+    mask = Mask.of(options.causal, options.window_size)
     problem = PagedProblem(
         dtype=q.dtype,
         cache_dtype=cache.dtype,
@@ -190,7 +191,7 @@ def problem_of(
         layout=cache.layout,
         table=table,
         q_rows=q_rows,
-        mask=Mask.of(options.causal, options.window_size).within(max(max_q, max_k)),
+        mask=mask.within(max(max_q, max_k)),
         scores=_scores(specs, options),
         tree=specs.tree_mask is not None,
         leftpad=specs.leftpad is not None,
@@ -205,6 +206,8 @@ def problem_of(
         ),
         packed_q=q.shape[0] if q_rows is Rows.PACKED else 0,
         tma=tensor_maps(cache, (q, specs.out), (specs.k_cache, specs.v_cache)),
+        own_positions=specs.rotary_cos is not None
+        and not (mask.trivial and specs.tree_mask is None),
     )
     _check_scratch(names, specs, problem)
     return problem, cache

@@ -92,7 +92,7 @@ def _check_turned(
         return
     shape = of.rotary_cos.spec.shape
     for n, (first, count) in enumerate(zip(to_host(of.seqused_k).tolist(), q_lens, strict=True)):
-        past = first + (min(count, 1) if problem.one_position else count)
+        past = first + (count if problem.own_positions else min(count, 1))
         if count and past > shape[0]:
             raise ValueError(
                 f"{names.rotary_cos} has shape {shape}: accepted are {past} rows or more, for the "

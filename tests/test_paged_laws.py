@@ -123,6 +123,11 @@ CASES = (
         rotary="interleaved", causal=True, seed=3,
     ),
     PagedCase(**COMMON, q_lens=(2, 2), k_lens=(70, 0), table="rows", leftpad=True, window=(9, 0)),
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(0, 0), tight=True),  # a table without columns
+    PagedCase(**COMMON, q_lens=(2, 2), k_lens=(0, 0), tight=True, layout="x-major"),
+    PagedCase(  # a window that hides no key still tells queries apart
+        **COMMON, q_lens=(3, 3), k_lens=(70, 9), new=2, rotary="halves", window=(500, 500),
+    ),
     PagedCase(
         **COMMON, q_lens=(2, 2), k_lens=(70, 9), table="rows", leftpad=True, layout="HND",
         memory="gaps", new=2, new_packed=True, rotary="halves", causal=True, alibi=True,
