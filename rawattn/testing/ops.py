@@ -117,9 +117,9 @@ def run(op: Op, t: Tensors) -> Results:
     return inputs.results()
 
 
-# Roundings of a capped score beside those of others, each as one more term: 1e-6 of it in all, for
-# a quotient, a tanh and a product.
-CAPPED = 8
+# Roundings of a capped score beside those of others, each as one more term: the 2e-6 of it that the
+# contract allows.
+CAPPED = 16
 
 
 def expected(t: Tensors) -> Expected:
