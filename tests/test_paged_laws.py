@@ -44,7 +44,7 @@ def prompts() -> PagedOp:
 
 # Executors, and their share of the profile's examples.
 EXECUTORS: dict[str, tuple[Callable[[], PagedOp], float]] = {
-    "reference": (lambda: paged_op("numpy"), 0.25),
+    "reference": (lambda: paged_op("numpy"), 1.0),
     "emulator": (paged_emulator_op, 0.06),
     "cuda": (lambda: paged_op("cupy"), 1.0),
     "cuda fwd_sm90_paged": (prompts, 0.5),
