@@ -9,9 +9,10 @@ events hold is GPU time alone.
 What a launch takes depends on what ran before it: whether its code is still in the caches, what
 clock the power of that has left, and whether it is the first after the wait. So each timed launch
 follows one of its own that is not timed, a round begins with one that does not count, and in as
-many rounds as there are candidates, each is once in each place. Medians of one case then repeat
-within 2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
-results/nvidia-h200/tuning/timer.csv).
+many rounds as there are candidates, each is once in each place, in two times as many equally often
+behind each other. Medians of one case then repeat within 2 % at 10 us and 0.5 % at 0.1 ms, where
+rotating the order gave 5 % and 4 % (H200, results/nvidia-h200/tuning/timer.csv). Launches of 50 ms
+differed by 3 % with whether they followed one that draws less power (tuning/long-launches.csv).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Runs = dict[str, Callable[[], Any]]
 
 FIRST_WAIT_US = 400.0
 LONGEST_WAIT_US = 400_000.0
-LEAST_ROUNDS, SECONDS = 11, 4.0  # of a case whose launches are long
+LEAST_ROUNDS, SECONDS = 11, 20.0  # of a case whose launches are long
 SHORT_SECONDS = 0.1  # in which short launches are timed more often
 CYCLES_PER_US = 2000  # a GPU with a slower clock waits longer, which is harmless
 
@@ -102,12 +103,17 @@ def goes_on(done: int, rounds: int, seconds: float) -> bool:
 
 
 def squares(names: list[str]) -> Iterator[list[str]]:
-    """Orders without end: of as many as there are names, each has each of them in each place."""
+    """Orders without end: of as many as there are names, each has each of them in each place; of
+    those and the next as many, each name follows each other one equally often (Williams, Aust. J.
+    Sci. Res. A 2, 1949).
+    """
     drawn = random.Random(0)
+    zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(len(names))]
     while True:
         square = drawn.sample(names, len(names))
-        for i in range(len(names)):
-            yield square[i:] + square[:i]
+        for sign in (1, -1):
+            for first in range(len(names)):
+                yield [square[(first + sign * step) % len(names)] for step in zigzag]
 
 
 def interleave(
