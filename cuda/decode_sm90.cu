@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_split for up to 64 rows of a KV head, (query, head of the group), on the wgmma of Hopper:
-// speculative decoding and short chunks over a paged cache, 16-bit, NHD or HND, in one launch.
+// speculative decoding and short chunks over a paged cache, 16-bit, in one launch.
 //
 //   out = softmax(mask(scores(scale * q k^T))) v,   lse = natural log of the softmax denominator
 //
@@ -30,7 +30,8 @@ struct DecodeSm90Smem {
   // than columns, so that few meet a bank twice.
   static constexpr int kStats = C::head_dim, kTotal = kStats + 4, kRow = kStats + 8;
   typename Warpgroup::Q q;
-  typename Warpgroup::Keys keys[C::stages], values[C::stages];
+  typename Warpgroup::Keys keys[C::stages];
+  typename Warpgroup::Values values[C::stages];
   alignas(16) float sums[2][C::rows][kRow];  // of each warpgroup
   RingBarriers<C::stages> ring;
   Barrier met;  // of all consumers, twice a part
@@ -53,8 +54,8 @@ __device__ __forceinline__ void meet(DecodeSm90Smem<C>& smem, DecodeSm90Meeting 
 
 // ---- The warps that bring keys and values ----
 
-// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns; a
-// warp has the same of every unit, since it issues them one after the other.
+// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns, of an
+// x-major cache all; a warp has the same of every unit, since it issues them one after the other.
 template <class C>
 struct DecodeSm90Loader {
   static constexpr int kBoxes = C::unit / 16;
@@ -110,14 +111,20 @@ struct DecodeSm90Loader {
       return;
     }
     ptx::mbarrier_arrive_expect_tx(full, 2 * kChunks / kShares * kBox);
-    const int in_page = token - page_of(token) * p.page, offset = warp % kBoxes * kBox;
+    const int in_page = token - page_of(token) * p.page, box = warp % kBoxes;
+    if constexpr (C::xmajor) {
+      static_assert(kShares == 1, "a box is one copy of keys, and one of values");
+      smem.keys[ring.slot].load(p.k_map, full, in_page, kv_head, page, 16 * box);
+      smem.values[ring.slot].load(p.v_map, full, in_page, kv_head, page, 16 * box);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 2 * kChunks / kShares; ++i) {
-      const bool values = i >= kChunks / kShares;
-      const int c = warp / kBoxes + i % (kChunks / kShares) * kShares;
-      const auto& to = values ? smem.values[ring.slot] : smem.keys[ring.slot];
-      ptx::tma_load_5d(ptx::shared_address(to.data[c]) + offset, values ? &p.v_map : &p.k_map, full,
-                       0, in_page, c, kv_head, page);
+      for (int i = 0; i < 2 * kChunks / kShares; ++i) {
+        const bool values = i >= kChunks / kShares;
+        const int c = warp / kBoxes + i % (kChunks / kShares) * kShares;
+        const auto& to = values ? smem.values[ring.slot] : smem.keys[ring.slot];
+        ptx::tma_load_5d(ptx::shared_address(to.data[c]) + box * kBox, values ? &p.v_map : &p.k_map,
+                         full, 0, in_page, c, kv_head, page);
+      }
     }
   }
 };

@@ -5,15 +5,17 @@
 #pragma once
 
 #include "decode_rows.cuh"
+#include "mask.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
-#include "tile_sm90.cuh"
+#include "tile_xmajor_sm90.cuh"
 
 template <class C>
 struct DecodeSm90Warpgroup {
   using Element = typename C::Element;
   using Q = SwizzledTile<C::rows, C::head_dim>;
-  using Keys = SwizzledTile<C::unit, C::head_dim>;  // and values
+  using Keys = typename CacheTiles<C::xmajor, C::unit, C::head_dim>::Keys;
+  using Values = typename CacheTiles<C::xmajor, C::unit, C::head_dim>::Values;
   static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;
 
   float out[1][C::head_dim / 8][4];  // unnormalised
@@ -40,7 +42,7 @@ struct DecodeSm90Warpgroup {
 
   // Attends to one unit of keys and values.
   __device__ __forceinline__ void attend(const DecodeSplitParams& p, const RowBlock<C>& rows,
-                                         const Q& q, const Keys& keys, Keys& values,
+                                         const Q& q, const Keys& keys, Values& values,
                                          int first_key) {
     float s[1][C::unit / 8][4];
     score(s, q, keys);
@@ -64,53 +66,51 @@ struct DecodeSm90Warpgroup {
   // s = q k^T.
   static __device__ __forceinline__ void score(float (&s)[1][C::unit / 8][4], const Q& q,
                                                const Keys& keys) {
-    auto& flat = reinterpret_cast<float (&)[C::unit / 2]>(s);
     const unsigned long long a = q.k_major(), b = keys.k_major();
-    ptx::wgmma_pin(flat);
+    ptx::wgmma_pin(flat(s));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::head_dim / 16; ++i) {
-      ptx::Wgmma<C::unit, kType>::template ss<0, 0>(flat, a + Q::k_major_offset(i),
-                                                    b + Keys::k_major_offset(i), i != 0);
+#pragma unroll
+      for (int part = 0; part < Keys::kParts; ++part) {
+        ptx::Wgmma<C::unit / Keys::kParts, kType>::template ss<0, 0>(
+            flat_part<Keys::kParts>(s, part), a + Q::k_major_offset(i),
+            b + Keys::k_major_offset(i, part), i != 0);
+      }
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(flat);
+    ptx::wgmma_pin(flat(s));
   }
 
   // out += p v, where probabilities in accumulator layout are the A operand under another name.
   __device__ __forceinline__ void accumulate(const float (&s)[1][C::unit / 8][4],
-                                             const Keys& values) {
-    unsigned operand[C::unit / 16][4];
+                                             const Values& values) {
+    constexpr int kSteps = C::unit / 16;
+    unsigned operand[kSteps][4];
 #pragma unroll
     for (int i = 0; i < C::unit / 4; ++i) {
-      const float* pair = &s[0][i / 2][i % 2 * 2];
+      const int tile = Keys::kParts == 1 ? i / 2 : i / 4 + i / 2 % 2 * kSteps;
+      const float* pair = &s[0][tile][i % 2 * 2];
       operand[i / 4][i % 4] = Element::pack(pair[0], pair[1]);
     }
-    auto& flat = reinterpret_cast<float (&)[C::head_dim / 2]>(out);
-    const unsigned long long b = values.mn_major();
-    ptx::wgmma_pin(flat);
+    const unsigned long long b = values.as_values();
+    ptx::wgmma_pin(flat(out));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < C::unit / 16; ++i) {
-      ptx::Wgmma<C::head_dim, kType>::template rs<1>(flat, operand[i], b + Keys::mn_major_offset(i),
-                                                     true);
+    for (int i = 0; i < kSteps; ++i) {
+      ptx::Wgmma<C::head_dim, kType>::template rs<Values::kTransposed>(
+          flat(out), operand[i], b + Values::as_values_offset(i), true);
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(flat);
+    ptx::wgmma_pin(flat(out));
   }
 
   // Zeros instead of the values of tokens from `valid` on, which may be NaN: times a probability of
   // 0 that would be NaN. The fence orders them before the product, and the next copy.
-  static __device__ __forceinline__ void clear_tail(Keys& values, int valid) {
-    constexpr int kPieces = C::head_dim / 8;
-#pragma unroll 1
-    for (int i = threadIdx.x % 128; i < (C::unit - valid) * kPieces; i += 128) {
-      const int token = valid + i / kPieces, col = i % kPieces * 8;
-      const int offset = token * Keys::kRowBytes + (col * 2 / 16 % 8 ^ token % 8) * 16;
-      *reinterpret_cast<uint4*>(values.data[col / Keys::kChunk] + offset) = make_uint4(0, 0, 0, 0);
-    }
+  static __device__ __forceinline__ void clear_tail(Values& values, int valid) {
+    values.clear_rows(valid, threadIdx.x % 128, 128);
     ptx::fence_proxy_async();
     ptx::bar_sync(1 + threadIdx.x / 128, 128);
   }
@@ -186,5 +186,7 @@ struct DecodeSm90Warpgroup {
 
   // The keys of a lane: its first, of a unit, and that of score i from there on.
   static __device__ __forceinline__ int lane_key() { return lane() % 4 * 2; }
-  static __device__ __forceinline__ int key_of(int i) { return i / 4 * 8 + i % 2; }
+  static __device__ __forceinline__ int key_of(int i) {
+    return first_key_of<Keys::kParts, C::unit / 8>(i / 4) + i % 2;
+  }
 };

@@ -6,6 +6,8 @@
 // Copies: a tile of block_n keys is boxes of 16 tokens, which cross no page. Each lane has one of
 //   them, reads its page id while the tile before is copied, and starts its copy. Behind the end
 //   of a sequence there are zeros, whatever its page holds, and page ids are not read.
+// `xmajor`: keys and values come in the order of vLLM's cache, which wgmma reads as it is
+//   (tile_xmajor_sm90.cuh).
 #include "fwd_sm90.cu"
 
 template <class C>
@@ -58,7 +60,9 @@ struct FwdSm90PagedCopies {
         if (n == draw_at) release_tile(smem, tiles);
         const Box now = next;
         if (n > t.first) next = box(t, n - 1);
-        if constexpr (kValues) {
+        if constexpr (kValues && C::xmajor) {
+          load_xmajor_v(t, now);
+        } else if constexpr (kValues) {
           load_v(t, now);
         } else {
           load_k(t, now);
@@ -100,6 +104,29 @@ struct FwdSm90PagedCopies {
     if (lane() < kBoxes) {
       const int first = max(box.page, 0) * p.page_rows + box.token;
       slot.load_ragged(p.v_map, full, 0, t.kv_head, first, box.valid, kBox * lane());
+    }
+    ring.advance();
+  }
+  // x-major. Only the box in which the sequence ends is cut.
+  __device__ __forceinline__ void load_xmajor_v(const FwdSm90Tile& t, const Box& box) {
+    auto& slot = smem.v[ring.slot];
+    const bool cut = box.valid % kBox != 0;
+    int bytes = sizeof(slot);
+    if (const unsigned lanes = __ballot_sync(0xffffffffu, cut)) {
+      const int owner = __ffs(lanes) - 1;
+      const Box last = {__shfl_sync(0xffffffffu, box.page, owner),
+                        __shfl_sync(0xffffffffu, box.token, owner),
+                        __shfl_sync(0xffffffffu, box.valid, owner)};
+      wait(smem.v_ring.empty[ring.slot], ring.parity ^ 1);
+      const auto* values = static_cast<const unsigned short*>(p.v) + last.token +
+                           last.page * p.stride_v_batch + t.kv_head * p.stride_v_head;
+      slot.store(values, p.page, p.value_dim, last.valid, owner);
+      __syncwarp();
+      bytes -= slot.kBoxBytes;
+    }
+    const unsigned full = expect(smem.v_ring, ring, bytes);
+    if (lane() < kBoxes && !cut) {
+      slot.load(p.v_map, full, box.token, t.kv_head, box.page, kBox * lane());
     }
     ring.advance();
   }

@@ -8,7 +8,7 @@
 #include "pipeline_sm90.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
-#include "tile_sm90.cuh"
+#include "tile_xmajor_sm90.cuh"
 #include "types.cuh"
 
 // One query tile of a block: `rows` of a sequence, and the key tiles that they see.
@@ -26,24 +26,17 @@ struct FwdSm90Tile {
   int v_first;  // and where v_map is ragged, in which a batch is a number of rows
 };
 
-// Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
-// laid out as mma.m16n8k16 has them.
-template <int kTiles>
-__device__ __forceinline__ float (&flat(float (&x)[1][kTiles][4]))[4 * kTiles] {
-  return reinterpret_cast<float (&)[4 * kTiles]>(x);
-}
-
 template <class C>
 struct FwdSm90Warpgroup {
   using Element = typename C::Element;
   using Q = SwizzledTile<64, (C::head_dim > C::value_dim ? C::head_dim : C::value_dim)>;
-  using K = SwizzledTile<C::block_n, C::head_dim>;
-  using V = SwizzledTile<C::block_n, C::value_dim>;
+  using K = typename CacheTiles<C::xmajor, C::block_n, C::head_dim>::Keys;
+  using V = typename CacheTiles<C::xmajor, C::block_n, C::value_dim>::Values;
   using Scores = float[1][C::block_n / 8][4];  // 64 x block_n, then probabilities
   static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;
   // Whether steps with and without a mask are one: both would take longer than 3 s to compile.
   static constexpr bool kOneStep =
-      C::softcap ? C::window || C::head_dim == 192 : C::scores && C::window;
+      C::softcap ? C::window || C::head_dim == 192 : C::scores && (C::window || C::xmajor);
   // Whether maxima are found as integers, three at a time. H200, 2026-12-01, run 6 of
   // tuning/scores.csv: 64 from 4k on takes 2 to 3 % less, 256 up to 2 %; 96, 128 and 192 / 128,
   // whose steps wait for products and not for this, up to 2 % more.
@@ -90,18 +83,22 @@ struct FwdSm90Warpgroup {
 
   // Starts s = q k^T.
   __device__ __forceinline__ void start_scores(Scores& s, const Q& q, const K& k) const {
-    using Product = ptx::Wgmma<C::block_n, kType>;
+    using Product = ptx::Wgmma<C::block_n / K::kParts, kType>;
     const unsigned long long a = q.k_major();
     const unsigned long long b = k.k_major();
     ptx::wgmma_pin(flat(s));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::head_dim / 16; ++i) {
-      if constexpr (C::q_registers) {
-        Product::template rs<0>(flat(s), query[i], b + K::k_major_offset(i), i != 0);
-      } else {
-        Product::template ss<0, 0>(flat(s), a + Q::k_major_offset(i), b + K::k_major_offset(i),
-                                   i != 0);
+#pragma unroll
+      for (int part = 0; part < K::kParts; ++part) {
+        auto& d = flat_part<K::kParts>(s, part);
+        const unsigned long long keys = b + K::k_major_offset(i, part);
+        if constexpr (C::q_registers) {
+          Product::template rs<0>(d, query[i], keys, i != 0);
+        } else {
+          Product::template ss<0, 0>(d, a + Q::k_major_offset(i), keys, i != 0);
+        }
       }
     }
     ptx::wgmma_commit_group();
@@ -109,13 +106,13 @@ struct FwdSm90Warpgroup {
 
   // Starts out += p v.
   __device__ __forceinline__ void start_out(const V& v) {
-    const unsigned long long b = v.mn_major();
+    const unsigned long long b = v.as_values();
     ptx::wgmma_pin(flat(out));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < C::block_n / 16; ++i) {
-      ptx::Wgmma<C::value_dim, kType>::template rs<1>(flat(out), operand[i],
-                                                      b + V::mn_major_offset(i), true);
+      ptx::Wgmma<C::value_dim, kType>::template rs<V::kTransposed>(
+          flat(out), operand[i], b + V::as_values_offset(i), true);
     }
     ptx::wgmma_commit_group();
   }
@@ -139,14 +136,14 @@ struct FwdSm90Warpgroup {
                                         bool masked, float slope_log2) {
     const int warp_first = row + warp_row();
     const auto mask = [&] {
-      if (masked) mask_scores<false>(s, seen(t), warp_first, first_key, lane());
+      if (masked) mask_scores<false, K::kParts>(s, seen(t), warp_first, first_key, lane());
     };
     if constexpr (C::softcap) {
       cap(s, mask);
       return;
     }
     if constexpr (C::scores) {
-      modify_scores(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
+      modify_scores<K::kParts>(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
     }
     mask();
     softmax.template find_maxima<kSettle>(alpha, s);
@@ -197,13 +194,16 @@ struct FwdSm90Warpgroup {
     }
   }
 
-  // The A operand of 16 keys: probabilities, in accumulator layout, are only renamed.
+  // The A operand of 16 keys: probabilities, in accumulator layout, are only renamed. Their two
+  // tiles are neighbours, or each in another product.
   __device__ __forceinline__ void pack(const Scores& s) {
+    constexpr int kSteps = C::block_n / 16;
 #pragma unroll
-    for (int step = 0; step < C::block_n / 16; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = &s[0][2 * step + i / 2][2 * (i % 2)];
+        const int tile = K::kParts == 1 ? 2 * step + i / 2 : step + i / 2 * kSteps;
+        const float* pair = &s[0][tile][2 * (i % 2)];
         operand[step][i] = Element::pack(pair[0], pair[1]);
       }
     }

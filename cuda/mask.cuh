@@ -41,15 +41,24 @@ struct TileRange {
         full_last(max(0, keys.end(first_row)) / block_n) {}
 };
 
+// The first key of one of kTiles tiles of 8, which come from kParts products: product i has every
+// kParts-th 8 keys from the i-th on.
+template <int kParts, int kTiles>
+__device__ __forceinline__ constexpr int first_key_of(int tile) {
+  constexpr int kOfPart = kTiles / kParts;
+  return 8 * (tile % kOfPart * kParts + tile / kOfPart);
+}
+
 // Scores (rows of a warp) x (block_n keys) in mma accumulator layout: of 16 rows and 8 keys, lane l
 // holds rows l / 4 and l / 4 + 8, keys 2 (l % 4) and the next. Keys outside a row's interval become
 // -inf, whatever they held. With kBothEnds one comparison does for both ends of the interval;
 // without, one each: faster where there is no window to the left, but registers are held longer.
-template <bool kBothEnds, int kMTiles, int kNTiles>
+template <bool kBothEnds, int kParts = 1, int kMTiles, int kNTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4],
                                             const KeyInterval& keys, int warp_row, int first_key,
                                             int lane) {
   const int col = first_key + 2 * (lane % 4);
+  const auto key = [](int i) { return first_key_of<kParts, kNTiles>(i / 2) + i % 2; };
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -62,18 +71,18 @@ __device__ __forceinline__ void mask_scores(float (&s)[kMTiles][kNTiles][4],
 #pragma unroll
         for (int i = 0; i < 2 * kNTiles; ++i) {
           // A key before the interval is a huge unsigned number.
-          if (static_cast<unsigned>(i / 2 * 8 + i % 2 - begin) >= length)
+          if (static_cast<unsigned>(key(i) - begin) >= length)
             s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
         }
       } else {
 #pragma unroll
         for (int i = 0; i < 2 * kNTiles; ++i) {
-          if (i / 2 * 8 + i % 2 >= end) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
+          if (key(i) >= end) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
         }
         if (keys.left < 0) continue;
 #pragma unroll
         for (int i = 0; i < 2 * kNTiles; ++i) {
-          if (i / 2 * 8 + i % 2 < begin) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
+          if (key(i) < begin) s[mt][i / 2][2 * half + i % 2] = kEmptyMax;
         }
       }
     }

@@ -2,6 +2,7 @@
 // What lies between q k^T and the softmax: scale, softcap, ALiBi.
 #pragma once
 
+#include "mask.cuh"
 #include "params.cuh"
 #include "softmax.cuh"
 #include "types.cuh"
@@ -81,7 +82,7 @@ struct AnySoftCap {
 // units: softcap or scale, then ALiBi with the slope `slope_log2`; the diagonal of row i is key
 // i + k_minus_q. All is rounded as written: what ptxas fuses differs between the copies of a step,
 // and a score's bits must not depend on whether its key tile has a mask.
-template <int kMTiles, int kNTiles>
+template <int kParts = 1, int kMTiles, int kNTiles>
 __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], const FwdParams& p,
                                               float slope_log2, int k_minus_q, int warp_row,
                                               int first_key, int lane) {
@@ -120,7 +121,8 @@ __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], c
     each([&](float x, int i) {
       const int mt = i / (4 * kNTiles), nt = i / 4 % kNTiles, e = i % 4;
       const float diagonal = static_cast<float>(first + 16 * mt + 8 * (e / 2));
-      const float distance = fabsf(diagonal - static_cast<float>(8 * nt + e % 2));
+      const int key = first_key_of<kParts, kNTiles>(nt) + e % 2;
+      const float distance = fabsf(diagonal - static_cast<float>(key));
       return fmaf(x, scale, -__fmul_rn(slope_log2, distance));
     });
   } else if (scale != 1.f) {

@@ -14,6 +14,19 @@ constexpr ptx::WgmmaType kWgmmaType = ptx::WgmmaType::bf16;
 template <>
 constexpr ptx::WgmmaType kWgmmaType<fp16> = ptx::WgmmaType::f16;
 
+// Accumulators as wgmma names them; of 64 rows, warp w of the warpgroup holds 16 w to 16 w + 15,
+// laid out as mma.m16n8k16 has them.
+template <int kTiles>
+__device__ __forceinline__ float (&flat(float (&x)[1][kTiles][4]))[4 * kTiles] {
+  return reinterpret_cast<float (&)[4 * kTiles]>(x);
+}
+// Those of one of kParts products.
+template <int kParts, int kTiles>
+__device__ __forceinline__ float (&flat_part(float (&x)[1][kTiles][4],
+                                             int part))[4 * kTiles / kParts] {
+  return reinterpret_cast<float (&)[4 * kTiles / kParts]>(x[0][part * kTiles / kParts]);
+}
+
 // Chunks of 64 columns, or 32 where 64 do not divide the tile, one after the other; in a chunk,
 // rows of 128 (64) bytes, whose 16-byte units are swizzled. Offsets of products are in units of 16
 // bytes, to be added to a descriptor.
@@ -25,6 +38,8 @@ struct alignas(1024) SwizzledTile {
   static constexpr int kChunks = kCols / kChunk;
   static constexpr int kRowBytes = 2 * kChunk;
   static constexpr int kChunkBytes = kRows * kRowBytes;
+  static constexpr int kParts = 1;       // products with all rows
+  static constexpr int kTransposed = 1;  // as_values()
   static constexpr ptx::Swizzle kSwizzle = kChunk == 64 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
   static_assert(kCols % kChunk == 0, "a tile is made of whole chunks");
   static_assert(kChunkBytes % 1024 == 0, "chunks start where the swizzle pattern does");
@@ -34,15 +49,15 @@ struct alignas(1024) SwizzledTile {
   __device__ __forceinline__ unsigned long long k_major() const {
     return ptx::wgmma_descriptor(ptx::shared_address(data), 16, 8 * kRowBytes, kSwizzle);
   }
-  static __device__ __forceinline__ constexpr int k_major_offset(int i) {
+  static __device__ __forceinline__ constexpr int k_major_offset(int i, int = 0) {
     return (i * 16 / kChunk * kChunkBytes + i * 16 % kChunk * 2) >> 4;
   }
 
   // As operand with K along rows (V): the first 16 rows, and those of step i of 16.
-  __device__ __forceinline__ unsigned long long mn_major() const {
+  __device__ __forceinline__ unsigned long long as_values() const {
     return ptx::wgmma_descriptor(ptx::shared_address(data), kChunkBytes, 8 * kRowBytes, kSwizzle);
   }
-  static __device__ __forceinline__ constexpr int mn_major_offset(int i) {
+  static __device__ __forceinline__ constexpr int as_values_offset(int i) {
     return (i * 16 * kRowBytes) >> 4;
   }
 
@@ -75,6 +90,16 @@ struct alignas(1024) SwizzledTile {
     for (int c = 0; c < kChunks; ++c) {
       ptx::tma_load_5d(row_address(c, to), &map, barrier, c * kChunk, kRagged - len + row, head,
                        kRagged, first + len);
+    }
+  }
+  // Zeros in the rows from `valid` on, by `threads` threads.
+  __device__ __forceinline__ void clear_rows(int valid, int thread, int threads) {
+    constexpr int kUnits = kCols / 8;  // of 16 bytes
+#pragma unroll 1
+    for (int i = thread; i < (kRows - valid) * kUnits; i += threads) {
+      const int row = valid + i / kUnits, col = i % kUnits * 8;
+      const int offset = row * kRowBytes + (col * 2 / 16 % 8 ^ row % 8) * 16;
+      *reinterpret_cast<uint4*>(data[col / kChunk] + offset) = make_uint4(0, 0, 0, 0);
     }
   }
   // One thread; part of a bulk group. Clipped to the map.

@@ -189,8 +189,10 @@ def _axes(layout: CacheLayout) -> tuple[int, int, int]:
 
 
 def as_rows(cache: Spec, layout: CacheLayout) -> Spec:
-    """A cache that is not x-major as (blocks, page, kv_heads, head size)."""
-    order = *_axes(layout), 3
+    """A cache as (blocks, page, kv_heads, head size), where it is x-major with groups of its
+    columns, 16 bytes, for columns of keys.
+    """
+    order = (0, 3, 1, 2) if layout is CacheLayout.X_MAJOR else (*_axes(layout), 3)
     shape, strides = (tuple(x[axis] for axis in order) for x in (cache.shape, cache.byte_strides))
     return cache._replace(shape=shape, byte_strides=strides)
 

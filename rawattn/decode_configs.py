@@ -15,6 +15,7 @@ class DecodeSm90:
     unit: int  # keys that a stage holds
     stages: int
     cluster: int  # blocks that share one segment; 1: balanced over the grid
+    xmajor: bool  # layout of the cache; NHD and HND differ in strides alone
     blocks_per_sm: int = 1
 
     # What headers that it shares with decode_split ask for.

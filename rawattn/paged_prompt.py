@@ -12,6 +12,7 @@ from rawattn.calls import ABSENT, Ref
 from rawattn.forward import kernel_scalars
 from rawattn.paged_problem import PagedProblem
 from rawattn.plan.fwd_sm90_paged import twin
+from rawattn.problem import CacheLayout
 from rawattn.ragged import rows_apart
 from rawattn.request import Arrays
 
@@ -22,7 +23,10 @@ def arrays_of(problem: PagedProblem, arrays: Mapping[str, Ref]) -> dict[str, Ref
     for x in "kv":
         cache = arrays[f"{x}_cache"]
         assert cache.spec is not None
-        found[x] = cache._replace(spec=as_rows(cache.spec, problem.layout))
+        if problem.layout is CacheLayout.X_MAJOR:  # which its tensor maps take as it is
+            found[x] = cache
+        else:
+            found[x] = cache._replace(spec=as_rows(cache.spec, problem.layout))
     return {**found, "cu_seqlens_k": ABSENT}
 
 
@@ -33,11 +37,14 @@ def scalars_of(
     specs = Arrays(**{name: arrays[name].spec for name in Arrays._fields})
     table = arrays["block_table"].spec
     assert table is not None
+    xmajor = problem.layout is CacheLayout.X_MAJOR
+    if xmajor:
+        specs = specs._replace(k=as_rows(specs.k, problem.layout), v=as_rows(specs.v, problem.layout))
     return {
         **kernel_scalars(specs, twin(problem), scale, softcap),
         "k_len": problem.max_k,
         "stride_table": table.steps[0],
         "page": problem.page,
-        "page_rows": rows_apart(specs.v),
+        "page_rows": 0 if xmajor else rows_apart(specs.v),
         "new_k": new_k,
     }

@@ -108,6 +108,7 @@ class FwdSm90:
     softcap: bool  # whether the softmax takes in a softcap, in place of a scale
     scores: bool  # whether softcap and ALiBi steps are compiled in
     split: bool = False  # whether blocks may share the keys of a query tile: fwd_sm90_parts.cuh
+    xmajor: bool = False  # pages: layout of the cache; NHD and HND differ in strides alone
     blocks_per_sm: int = 1
 
     @property
@@ -168,6 +169,11 @@ class FwdSm90Self:
     @property
     def q_registers(self) -> bool:
         """As in FwdSm90; three blocks an SM have none to spare for it."""
+        return False
+
+    @property
+    def xmajor(self) -> bool:
+        """As in FwdSm90."""
         return False
 
     @property

@@ -84,6 +84,31 @@ CASES = {
     "draft cluster": Case(k_lens=(700, 0), q_lens=(5, 5), sms=132, csr=True, sink=True),
     "drafts, turned scores": Case(k_lens=RAGGED, q_lens=(3,) * 8, times=-1.0, page=16),
     "drafts, head size 64": Case(k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16"),
+    "x-major drafts, all scores": Case(
+        k_lens=RAGGED,
+        q_lens=DRAFTS,
+        packed=True,
+        layout=X_MAJOR,
+        csr=True,
+        mask=Mask(left=40, right=2),
+        softcap=3.0,
+        alibi=True,
+        sink=True,
+    ),
+    "x-major draft tree": Case(
+        k_lens=(300, 40, 5, 200),
+        q_lens=(9, 3, 4, 6),
+        packed=True,
+        tree=True,
+        sms=2,
+        layout=X_MAJOR,
+        page=48,
+    ),
+    "x-major draft cluster": Case(k_lens=(701, 0), q_lens=(5, 5), sms=132, layout=X_MAJOR),
+    "x-major drafts, head size 64": Case(
+        k_lens=MANY, q_lens=(3,) * 16, head_dim=64, dtype="float16", layout=X_MAJOR, page=32
+    ),
+    "x-major, fixed split": Case(k_lens=RAGGED, split=64, layout=X_MAJOR),
     # e4m3: tiles of rows
     "e4m3, draft tokens": Case(
         k_lens=RAGGED, q_lens=DRAFTS, packed=True, cache_dtype="float8_e4m3fn", scale=Scale.HEAD
@@ -291,16 +316,18 @@ def test_a_cluster_is_what_the_plan_chose() -> None:
         "e4m3, x-major cluster, lowest entries": 8,
         "x-major cluster, pages of 32": 8,
         "draft cluster": 8,
+        "x-major draft cluster": 8,
     }
 
 
 def test_many_rows_are_for_wgmma() -> None:
     kernels = {name: Call(case).launch().kernel for name, case in CASES.items()}
     for name, case in CASES.items():
-        sixteen = case.layout is not X_MAJOR and not case.problem.quantized
-        wide = case.tma and sixteen and case.problem.rows > 8
+        sixteen = not case.problem.quantized
+        wide = case.tma and sixteen and (case.problem.rows > 8 or case.problem.split > 0)
         segments = len(case.k_lens) * case.kv_heads
-        pairs = case.problem.rows <= 16 and segments >= decode.PAIR_SEGMENTS
+        narrow = case.problem.rows <= 16 and case.layout is not X_MAJOR
+        pairs = narrow and segments >= decode.PAIR_SEGMENTS
         assert kernels[name] == ("decode_sm90" if wide and not pairs else "decode_split"), name
 
 

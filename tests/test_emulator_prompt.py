@@ -59,6 +59,40 @@ CASES = {
     "bfloat16": PagedCase(
         **{**COMMON, "dtype": "bfloat16", "head_dim": 96}, q_lens=(129,), k_lens=(129,), causal=True
     ),
+    "x-major": PagedCase(
+        **COMMON, q_lens=(200, 200), k_lens=(301, 200), layout="x-major", causal=True
+    ),
+    "x-major, packed": PagedCase(
+        **COMMON, q_lens=(200, 0, 1, 70), k_lens=(200, 5, 140, 71), layout="x-major", packed=True,
+        causal=True,
+    ),
+    "x-major, window": PagedCase(
+        **COMMON, q_lens=(130, 130), k_lens=(300, 131), layout="x-major", page=48, window=(70, 3),
+        memory="gaps",
+    ),
+    "x-major, softcap": PagedCase(
+        **COMMON, q_lens=(100,), k_lens=(150,), layout="x-major", page=32, softcap=5.0, causal=True
+    ),
+    "x-major, ALiBi": PagedCase(
+        **COMMON, q_lens=(9, 9), k_lens=(150, 33), layout="x-major", page=32, alibi=True
+    ),
+    "x-major, new tokens": PagedCase(
+        **COMMON, q_lens=(40, 40), k_lens=(140, 40), layout="x-major", new=40, rotary="halves",
+        causal=True, sink=True,
+    ),
+    "x-major, wide heads": PagedCase(
+        **{**COMMON, "head_dim": 256}, q_lens=(65,), k_lens=(170,), layout="x-major", causal=True
+    ),
+    "x-major, 128": PagedCase(
+        **{**COMMON, "dtype": "bfloat16", "head_dim": 128}, q_lens=(130, 3), k_lens=(263, 130),
+        packed=True, layout="x-major", page=64, causal=True,
+    ),
+    "x-major, padded heads": PagedCase(
+        **{**COMMON, "head_dim": 104}, q_lens=(3,), k_lens=(140,), value_dim=120, layout="x-major"
+    ),
+    "x-major, more queries than keys": PagedCase(
+        **COMMON, q_lens=(70, 70), k_lens=(9, 0), layout="x-major", causal=True
+    ),
 }  # fmt: skip
 
 

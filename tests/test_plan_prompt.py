@@ -55,7 +55,8 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
     ("changes", "reason"),
     [
         ({"cache_dtype": "float8_e4m3fn"}, "a cache of float8_e4m3fn"),
-        ({"layout": CacheLayout.X_MAJOR}, "takes NHD and HND"),
+        ({"layout": CacheLayout.X_MAJOR, "page": 8}, "pages of 8 tokens"),
+        ({"layout": CacheLayout.X_MAJOR, "page": 40, "max_k": 40}, "pages of 40 tokens"),
         ({"page": 24}, "pages of 24 tokens: takes multiples of 16"),
         ({"table": PageTable.CSR}, "takes pages of a block table"),
         ({"leftpad": True}, "takes pages of a block table"),

@@ -352,7 +352,8 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
 def _pairs(p: PagedProblem, instead: DecodeSm90) -> bool:
     """Whether two tiles of rows take less time than decode_sm90, whose are clusters and splits."""
     fits = 8 < p.rows <= 16 and instead.head_dim == PAIR_HEAD_DIM
-    return fits and instead.cluster == 1 and not p.split and p.batch * p.kv_heads >= PAIR_SEGMENTS
+    alike = instead.cluster == 1 and not instead.xmajor
+    return fits and alike and not p.split and p.batch * p.kv_heads >= PAIR_SEGMENTS
 
 
 def _magic(name: str, divisor: int) -> tuple[tuple[str, int], ...]:

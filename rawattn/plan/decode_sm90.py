@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,29 +28,30 @@ CLUSTER_HEAD_DIM = 128
 CLUSTER_KEYS = ((0.4, 16 * 1024), (0.75, 32 * 1024), (1.0, 4 * 1024))
 
 
-def config(element: str, head_dim: int, cluster: int = 1) -> DecodeSm90:
+def config(element: str, head_dim: int, xmajor: bool, cluster: int = 1) -> DecodeSm90:
     return DecodeSm90(
         element=element,
         head_dim=head_dim,
         unit=UNITS[head_dim],
         stages=STAGES[head_dim],
         cluster=cluster,
+        xmajor=xmajor,
     )
 
 
 def configs(arch: str) -> Iterator[DecodeSm90]:
     """Every Config that a plan can choose."""
-    for element in ELEMENTS.values():
-        yield config(element, CLUSTER_HEAD_DIM, CLUSTER)
+    for element, xmajor in itertools.product(ELEMENTS.values(), (False, True)):
+        yield config(element, CLUSTER_HEAD_DIM, xmajor, CLUSTER)
         for head_dim in UNITS:
-            yield config(element, head_dim)
+            yield config(element, head_dim, xmajor)
 
 
 def chosen(p: PagedProblem, device: Device) -> DecodeSm90 | None:
     """The Config for a problem that decode_split does not refuse; None: it is for that kernel."""
     if not _takes(p, device):
         return None
-    balanced = config(ELEMENTS[p.dtype], p.head_dim)
+    balanced = config(ELEMENTS[p.dtype], p.head_dim, p.layout is CacheLayout.X_MAJOR)
     segments = p.batch * p.kv_heads * -(-p.rows // balanced.rows)
     share = segments * CLUSTER / device.sms
     keys = next((keys for most, keys in CLUSTER_KEYS if share <= most), 0)
@@ -65,7 +67,6 @@ def _takes(p: PagedProblem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and p.cache_dtype == p.dtype
-        and p.layout is not CacheLayout.X_MAJOR
         and p.head_dim == p.value_dim
         and p.head_dim in UNITS
         and p.page % BOX == 0

@@ -9,7 +9,8 @@ from dataclasses import replace
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
 from rawattn.plan import fwd_sm90
-from rawattn.plan.base import ELEMENTS, Launch, refuses_device
+from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
+from rawattn.plan.decode_maps import xmajor_tiles
 from rawattn.plan.decode_sm90 import BOX
 from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
@@ -22,6 +23,8 @@ TILES = (
     fwd_sm90.D192,
     fwd_sm90.D256,
 )
+# Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
+XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256_SHORT)
 # What 64 rows of decode_sm90 take a block, as a multiple of what a query tile takes one. H200, us,
 # decode_sm90 / this, 32 / 8 heads of 128, 4 k keys: 1 x 256 queries 47 / 54, 1 x 512 95 / 56, 4 x
 # 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216 (tuning/prompts.csv, under
@@ -50,13 +53,30 @@ def twin(p: PagedProblem) -> Problem:
 
 
 def _tile(p: PagedProblem) -> FwdSm90 | None:
-    return fwd_sm90.first_that_holds(p, TILES)
+    return fwd_sm90.first_that_holds(p, XMAJOR_TILES if _xmajor(p) else TILES)
+
+
+def _xmajor(p: PagedProblem) -> bool:
+    return p.layout is CacheLayout.X_MAJOR
+
+
+def _config(p: PagedProblem, tile: FwdSm90) -> FwdSm90:
+    config = fwd_sm90.config_of(twin(p), tile)
+    return _of_xmajor(tile, config) if _xmajor(p) else config
+
+
+def _of_xmajor(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
+    """A tile in the form that it has for rows, but that a softcap is a step of scores."""
+    scores = rows.scores or rows.softcap
+    return replace(tile, element=rows.element, window=rows.window, scores=scores, xmajor=True)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config that `launches` can choose on `arch`."""
     for tile in TILES:
         yield from fwd_sm90.forms(tile)
+    for tile in XMAJOR_TILES:
+        yield from dict.fromkeys(_of_xmajor(tile, rows) for rows in fwd_sm90.forms(tile))
 
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
@@ -65,9 +85,7 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS or p.cache_dtype != p.dtype:
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes {' and '.join(ELEMENTS)} alone"
-    if p.layout is CacheLayout.X_MAJOR:
-        return "x-major cache: takes NHD and HND"
-    if p.page % BOX and p.max_k > p.page:  # copies cross no page
+    if p.page % BOX and (_xmajor(p) or p.max_k > p.page):  # copies cross no page
         return f"pages of {p.page} tokens: takes multiples of {BOX}"
     if p.table is not PageTable.DENSE or p.leftpad:
         return "takes pages of a block table"
@@ -98,10 +116,17 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     """One launch, of persistent blocks."""
     tile = _tile(p)
     assert tile is not None
-    rows = twin(p)
-    launch = fwd_sm90.launch(rows, device, fwd_sm90.config_of(rows, tile))
+    launch = fwd_sm90.launch(twin(p), device, _config(p, tile))
     kept = tuple(m for m in launch.maps if m.field not in ("k_map", "v_map"))
-    # Boxes of few tokens, which cross no page; values end where a sequence does.
+    maps = _maps(p, tile)
+    return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, *maps)),)
+
+
+def _maps(p: PagedProblem, tile: FwdSm90) -> tuple[TensorMap, ...]:
+    """Of keys and values: boxes of few tokens, which cross no page; values of rows end where a
+    sequence does.
+    """
+    if _xmajor(p):
+        return xmajor_tiles(p.page, tile.head_dim, tile.value_dim, ("k", "v"))
     keys = fwd_sm90.chunks("k", tile.head_dim, BOX)
-    values = fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
-    return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, keys, values)),)
+    return keys, fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
