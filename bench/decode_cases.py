@@ -106,6 +106,8 @@ def _decode_cases() -> Iterator[Case]:
         yield decode(batch, keys, layout=CacheLayout.X_MAJOR)
     for page in (32, 64):
         yield decode(32, 4096, page=page, layout=CacheLayout.X_MAJOR)
+    for queries, batch, keys in ((4, 32, 4096), (16, 1, 8192), (16, 32, 4096)):
+        yield decode(batch, keys, queries=queries, layout=CacheLayout.X_MAJOR)
     for batch, keys in ((8, 32768), (32, 16384), (128, 4096)):  # 1 to 2 GB, were they bf16
         yield decode(batch, keys, fp8=True)
     yield decode(128, 4096, layout=CacheLayout.X_MAJOR, fp8=True)
@@ -119,6 +121,9 @@ def _prompt_cases() -> Iterator[Case]:
     yield decode(4, 4096, queries=512, layout=CacheLayout.HND)
     for size in (64, 256):
         yield decode(4, 4096, queries=512, size=size)
+    for size in (64, 128, 256):
+        yield decode(4, 4096, queries=512, size=size, layout=CacheLayout.X_MAJOR)
+    yield decode(1, 8192, queries=2048, layout=CacheLayout.X_MAJOR)
 
 
 def merge(tokens: int, dtype: str) -> Case:

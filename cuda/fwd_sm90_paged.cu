@@ -22,7 +22,7 @@ struct FwdSm90PagedCopies {
   static constexpr int kWarps = 2;
   static constexpr int kReaders = 64;
   using Smem = FwdSm90Smem<C>;
-  static constexpr int kBox = 16;
+  static constexpr int kBox = kBoxTokens;
   static constexpr int kBoxes = C::block_n / kBox;
   static_assert(C::block_n % kBox == 0 && kBoxes <= 32, "a lane for each box");
   // The lane's part of a key tile.

@@ -78,7 +78,7 @@ struct FwdSm90Params : FwdParams {
 };
 
 // fwd_sm90_paged: k and v are a cache of pages, which stand where sequences did in shapes, strides
-// and maps; boxes of k_map and v_map are 16 tokens. x-major: values have stride_v_row 1, columns are
+// and maps; boxes of k_map and v_map are 16 tokens. x-major: stride_v_row is 1, columns of v are
 // `page` apart, and maps are those of decode_sm90.
 struct FwdSm90PagedParams : FwdSm90Params {
   const int* block_table;  // [batch, max_blocks] pages of each sequence
@@ -238,9 +238,9 @@ struct DecodeSplitParams : PagedParams {
   float4* workspace;
   int column_slots;  // fixed split: slots of a column
   // TMA. NHD, HND: (128 bytes of a row, token, parts of 128 bytes, head, block), boxes of 16 tokens
-  // of a head (decode_sm90: and of one part), swizzled. x-major: keys (x of each token, D / x,
-  // head, block, 1), not swizzled; values (token, D, head, block), decode_sm90: swizzled, else, where
-  // a page has 16 tokens, (token of x dimensions, D / x, head, block); boxes likewise.
+  // of a head (decode_sm90: and of one part), swizzled. x-major, boxes likewise: keys (x of each
+  // token, D / x, head, block, 1), not swizzled; values (token, D, head, block), of decode_sm90
+  // swizzled, else, where a page has 16 tokens, (token of x dimensions, D / x, head, block).
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
 };

@@ -39,7 +39,9 @@ def scalars_of(
     assert table is not None
     xmajor = problem.layout is CacheLayout.X_MAJOR
     if xmajor:
-        specs = specs._replace(k=as_rows(specs.k, problem.layout), v=as_rows(specs.v, problem.layout))
+        specs = specs._replace(
+            k=as_rows(specs.k, problem.layout), v=as_rows(specs.v, problem.layout)
+        )
     return {
         **kernel_scalars(specs, twin(problem), scale, softcap),
         "k_len": problem.max_k,

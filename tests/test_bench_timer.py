@@ -115,6 +115,10 @@ def test_what_runs_before_a_launch_is_not_timed() -> None:
     assert times == {"a": [pytest.approx(5.0)] * len(times["a"])}
 
 
+def test_nothing_to_time_takes_no_time() -> None:
+    assert timer.interleave({}, PretendedStream(), rounds=3) == {}
+
+
 def test_a_host_that_never_catches_up_is_an_error() -> None:
     stream = PretendedStream(host_us=1e6)
     with pytest.raises(RuntimeError, match="no round submitted"):

@@ -28,7 +28,6 @@ from tools.emulator.api import paged_emulator_op
 PROMPTS = PagedLimits(
     dtypes=("float16", "bfloat16"),
     cache_dtypes=("same",),
-    layouts=("NHD", "HND"),
     pages=(1, 16, 32, 48, 64, 128, 256, 544),
     tables=("block_table", "rows"),
     leftpad=(False,),
@@ -46,10 +45,10 @@ def prompts() -> PagedOp:
 EXECUTORS: dict[str, tuple[Callable[[], PagedOp], float]] = {
     "reference": (lambda: paged_op("numpy"), 1.0),
     "emulator": (paged_emulator_op, 0.06),
-    "cuda": (lambda: paged_op("cupy"), 1.0),
-    "cuda fwd_sm90_paged": (prompts, 0.5),
-    "cuda paged_v1": (lambda: paged_op("cupy", "paged_v1"), 0.5),
-    "cuda paged_v2": (lambda: paged_op("cupy", "paged_v2"), 0.5),
+    "cuda": (lambda: paged_op("cupy"), 0.6),
+    "cuda fwd_sm90_paged": (prompts, 0.3),
+    "cuda paged_v1": (lambda: paged_op("cupy", "paged_v1"), 0.15),
+    "cuda paged_v2": (lambda: paged_op("cupy", "paged_v2"), 0.15),
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import rawattn
 from rawattn.device import Device
 from rawattn.paged_problem import PageTable, Scale
 from rawattn.plan.paged import LONGER, plan
-from rawattn.problem import CacheLayout, Mask, Rows, Unsupported
+from rawattn.problem import CacheLayout, Mask, Rows, Scores, Unsupported
 from tests.problems import decode_problem
 from tools.emulator.api import emulated
 
@@ -42,6 +43,50 @@ def test_the_faster_one_is_chosen(batch: int, queries: int, backend: str) -> Non
     for name in ("decode_split", "fwd_sm90_paged"):
         forced = plan(problem, H200, name)
         assert forced.backend == name and forced.why == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_dim", "queries", "backend"),
+    [
+        (CacheLayout.NHD, 96, 16, "decode_split"),
+        (CacheLayout.NHD, 96, 32, "fwd_sm90_paged"),
+        (CacheLayout.NHD, 256, 8, "decode_split"),
+        (CacheLayout.NHD, 256, 16, "fwd_sm90_paged"),
+        (CacheLayout.X_MAJOR, 64, 64, "decode_split"),
+        (CacheLayout.X_MAJOR, 128, 64, "decode_split"),
+        (CacheLayout.X_MAJOR, 128, 128, "fwd_sm90_paged"),
+        (CacheLayout.X_MAJOR, 256, 8, "decode_split"),
+        (CacheLayout.X_MAJOR, 256, 16, "fwd_sm90_paged"),
+    ],
+)
+def test_the_faster_one_is_chosen_of_other_caches(
+    layout: CacheLayout, head_dim: int, queries: int, backend: str
+) -> None:
+    """As measured, 32 sequences of 4 k keys."""
+    problem = decode_problem(
+        batch=32,
+        max_q=queries,
+        max_k=4096,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        layout=layout,
+        mask=CAUSAL,
+    )
+    assert plan(problem, H200).backend == backend
+
+
+def test_an_x_major_cache_is_read_as_it_lies() -> None:
+    problem = decode_problem(
+        batch=4, max_q=512, max_k=4096, layout=CacheLayout.X_MAJOR, page=32, mask=CAUSAL
+    )
+    (launch,) = plan(problem, H200).launches
+    maps = {
+        m.field: (m.box, m.swizzle, m.ragged) for m in launch.maps if m.field in ("k_map", "v_map")
+    }
+    assert maps == {"k_map": ((128, 16, 1, 1, 1), 0, False), "v_map": ((16, 128, 1, 1), 32, False)}
+    capped = replace(problem, scores=Scores(softcap=True))
+    (launch,) = plan(capped, H200).launches
+    assert launch.config.xmajor and launch.config.scores and not launch.config.softcap
 
 
 def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:

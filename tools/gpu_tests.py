@@ -51,7 +51,7 @@ LAUNCH_CODE = (
     *("paged_call", "cascade_call", "kv_write_call", "copy_call", "merge_call", "cache_request"),
     *("problem", "paged_problem", "cache_problem", "device"),
 )
-LAW_FILES = ("tests/test_laws.py",)
+LAW_FILES = ("tests/test_laws.py", "tests/test_paged_laws.py")
 EXAMPLE_FILES = ("tests/test_generate.py", "tests/test_generate_paged.py")
 COUNTED = ("passed", "failed", "skipped", "why_skipped", "files", "seconds")
 TESTED = ("laws", "example", "pytest")  # parts that run pytest
@@ -213,11 +213,13 @@ def run_example() -> Record:
 
 
 def run_laws(examples: int) -> Record:
-    """The laws on CuPy arrays, at least `examples` in all on each of their executors."""
+    """The laws on CuPy arrays: dense ones at least `examples` in all on each of their executors,
+    paged ones as many each, times an executor's share.
+    """
     from rawattn.testing import LAWS
 
     each = math.ceil(examples / len(LAWS))
-    spread = ("-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal")
+    spread = ("-n", str(min(14, os.cpu_count() or 1)), "--dist", "worksteal")
     # The products of the reference are small, and the workers share the cores.
     record = pytest(*LAW_FILES, f"--examples={each}", *spread, OPENBLAS_NUM_THREADS="1")
     seen = record["laws"].values()

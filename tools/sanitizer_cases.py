@@ -68,6 +68,8 @@ PAGED_CASES = (
             {"q_lens": (9, 9, 9), "layout": "HND", "page": 48, "window": (90, 0), "sink": True},
             {"q_lens": (70, 70, 70), "head_dim": 256, "value_dim": 200, "softcap": 20.0},
             {"q_lens": (8, 8, 8), "k_lens": (700, 8, 33), "new": 8, "memory": "gaps"},
+            {"q_lens": (140, 1, 33), "k_lens": (700, 5, 33), "packed": True, "layout": "x-major"},
+            {"q_lens": (9, 9, 9), "head_dim": 200, "page": 48, "layout": "x-major"},
         )
     ),
     *(
@@ -80,6 +82,7 @@ PAGED_CASES = (
             {"q_lens": (4, 4, 4), "k_lens": (700, 4, 33), "causal": True, "split": 64},
             {"q_lens": (8, 8, 8), "k_lens": (900, 8, 33), "causal": True, "softcap": 20.0},
             {"q_lens": (5, 5, 5), "head_dim": 64, "value_dim": 64, "causal": True},
+            {"q_lens": (8, 8, 8), "k_lens": (900, 8, 33), "layout": "x-major", "softcap": 20.0},
             {"q_lens": (5,) * 9, "k_lens": (900, 5, 33, 64, 0, 300, 5, 5, 5), "tree": True},
             {"k_lens": (700, 3, 33), "new": 1, "rotary": "halves", "memory": "gaps"},
             {"head_dim": 65, "value_dim": 7, "page": 3, "table": "csr"},

@@ -228,7 +228,7 @@ def _shares_units(p: PagedProblem) -> bool:
 
 
 def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
-    """The Config for a problem that `refuses` does not refuse."""
+    """The one of decode_split."""
     arch = device.arch
     xmajor = p.layout is CacheLayout.X_MAJOR
     head_dim = next(d for d in HEAD_DIMS if d >= max(p.head_dim, p.value_dim))
@@ -300,11 +300,17 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
     return None
 
 
+def config_of(p: PagedProblem, device: Device) -> DecodeSplit | DecodeSm90:
+    """The Config for a problem that `refuses` does not refuse."""
+    config = decode_sm90.chosen(p, device)
+    if config is None:
+        return _chosen(p, device)
+    return _paired(device.arch, config.element) if _pairs(p, config) else config
+
+
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     """One launch, with as many blocks as fit on the GPU at a time."""
-    config = decode_sm90.chosen(p, device) or _chosen(p, device)
-    if isinstance(config, DecodeSm90) and _pairs(p, config):
-        config = _paired(device.arch, config.element)
+    config = config_of(p, device)
     row_blocks = -(-p.rows // (config.rows // config.heads))
     lines = p.kv_heads // config.heads * row_blocks
     resident = max(1, min(2, device.smem_per_sm // (config.smem_bytes + 1024)))

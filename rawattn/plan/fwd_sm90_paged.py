@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rawattn.device import Device
 from rawattn.paged_problem import PagedProblem, PageTable, Scale
-from rawattn.plan import fwd_sm90
+from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_tiles
 from rawattn.plan.decode_sm90 import BOX
@@ -25,11 +25,13 @@ TILES = (
 )
 # Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
 XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256_SHORT)
-# What 64 rows of decode_sm90 take a block, as a multiple of what a query tile takes one. H200, us,
-# decode_sm90 / this, 32 / 8 heads of 128, 4 k keys: 1 x 256 queries 47 / 54, 1 x 512 95 / 56, 4 x
-# 64 50 / 60, 4 x 128 88 / 59, 16 x 64 172 / 204, 16 x 128 348 / 216 (tuning/prompts.csv, under
-# bench/results/nvidia-h200).
-DECODE_ROWS, DECODE_COST = 64, 0.92
+# What so many rows of a KV head take a block of decode_sm90, which has 64, or of decode_split, as a
+# multiple of what a query tile takes one. H200, us, decoding / this, 32 / 8 heads, 4 k keys, by
+# batch x queries (tuning/prompts.csv, under bench/results/nvidia-h200):
+# 64 rows, heads of 128: 1 x 256 47 / 54, 1 x 512 95 / 56, 4 x 64 50 / 60, 4 x 128 88 / 59, 16 x 64
+# 172 / 204, 16 x 128 348 / 216; 32, of 96: 32 x 16 256 / 390, 32 x 32 496 / 390; 16, of 256: 32 x 8
+# 348 / 664, 32 x 16 679 / 671; 8, of 256 and x-major: 32 x 8 657 / 779, 32 x 16 1289 / 783.
+DECODE_COST = {64: 0.92, 32: 1.35, 16: 1.05, 8: 0.85}
 
 
 def twin(p: PagedProblem) -> Problem:
@@ -99,17 +101,20 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
 
 
 def pays(p: PagedProblem, device: Device) -> bool:
-    """Whether it takes a problem, and in less time than decode_sm90, whose blocks of rows each read
+    """Whether it takes a problem, and in less time than decoding, whose blocks of rows each read
     all keys, but share the GPU evenly, whatever the lengths are.
     """
     tile = _tile(p)
     if tile is None or refuses(p, device) is not None:
         return False
+    if decode.refuses(p, device) is not None:
+        return True
+    rows = decode.config_of(p, device).rows
     # Tiles are at most so many, blocks at least: single tokens beside a prompt take a tile each.
     longest = p.batch * -(-p.max_q // tile.block_m)
     tiles = p.q_heads * min(longest, p.batch + max(0, p.queries - p.batch) // tile.block_m)
-    blocks = p.kv_heads * max(p.batch, -(-p.queries * p.group // DECODE_ROWS))
-    return -(-tiles // device.sms) * device.sms <= DECODE_COST * blocks
+    blocks = p.kv_heads * max(p.batch, -(-p.queries * p.group // rows))
+    return -(-tiles // device.sms) * device.sms <= DECODE_COST[rows] * blocks
 
 
 def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
