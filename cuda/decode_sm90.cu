@@ -54,8 +54,8 @@ __device__ __forceinline__ void meet(DecodeSm90Smem<C>& smem, DecodeSm90Meeting 
 
 // ---- The warps that bring keys and values ----
 
-// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns, or all
-// of an x-major cache; a warp has the same of each unit, as it issues them one after the other.
+// One of kLoaders warps. A tensor copy is 16 tokens, which do not cross pages, and 64 columns, or
+// all of an x-major cache; a warp has the same of each unit: it issues them one after the other.
 template <class C>
 struct DecodeSm90Loader {
   static constexpr int kBoxes = C::unit / 16;
