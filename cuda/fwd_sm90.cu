@@ -49,6 +49,18 @@ struct FwdSm90Smem {
   RingBarriers<C::stages> v_ring;
   RingBarriers<kTileSlots> tile_ring;
   TileOf<C> tile[kTileSlots];
+
+  // One thread. `readers` of those that copy release descriptions of tiles.
+  __device__ __forceinline__ void init(int readers) {
+    for (int w = 0; w < C::consumers; ++w) {
+      q_ring[w].init(1, 1);
+      for (Barrier& barrier : staged[w]) ptx::mbarrier_init(ptx::shared_address(&barrier), 4);
+    }
+    k_ring.init(1, C::consumers);
+    v_ring.init(1, C::consumers);
+    // and the warps of the consumers, and who stores
+    tile_ring.init(1, 128 * C::consumers + readers + (C::q_buffers > 1));
+  }
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -332,9 +344,9 @@ struct FwdSm90Consumer {
       arrive(smem.q_ring[index].empty[q.slot]);
     }
   }
-  __device__ __forceinline__ void take_query() {
+  __device__ __forceinline__ void take_query(const FwdSm90Tile& of) {
     wait(smem.q_ring[index].full[q.slot], q.parity);
-    group.take_query(smem.q[q.slot][index]);
+    group.take_query(smem.q[q.slot][index], of);
   }
 
   __device__ __forceinline__ void start_scores(typename Warpgroup::Scores& s) const {
@@ -398,7 +410,7 @@ struct FwdSm90Consumer {
     }
     if (begins) {
       pass_keys(next);
-      take_query();
+      take_query(next);
       wait(smem.k_ring.full[k.slot], k.parity);
     }
     start_scores(s);  // of anything, where none begins: finish_out() counts on them
@@ -443,20 +455,13 @@ struct FwdSm90Consumer {
 template <class C, class Copies = FwdSm90Copies<C>>
 __device__ __forceinline__ void fwd_sm90(const typename Copies::Params& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  FwdSm90Smem<C>& smem = *reinterpret_cast<FwdSm90Smem<C>*>(smem_bytes);
+  auto& smem = *reinterpret_cast<typename Copies::Smem*>(smem_bytes);
   static_assert(
       C::producer_registers + C::consumers * C::consumer_registers <=
           (C::consumers + 1) * (65536 / C::threads / 8 * 8),
       "setmaxnreg deals out what the block was launched with; for more it waits for ever");
   if (threadIdx.x == 0) {
-    for (int w = 0; w < C::consumers; ++w) {
-      smem.q_ring[w].init(1, 1);
-      for (Barrier& staged : smem.staged[w]) ptx::mbarrier_init(ptx::shared_address(&staged), 4);
-    }
-    smem.k_ring.init(1, C::consumers);
-    smem.v_ring.init(1, C::consumers);
-    // read by the warps of the consumers, by who copies, and by who stores
-    smem.tile_ring.init(1, 128 * C::consumers + Copies::kReaders + (C::q_buffers > 1));
+    smem.init(Copies::kReaders);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&p.q_map);
     ptx::prefetch_tensormap(&p.k_map);

@@ -48,6 +48,7 @@ struct FwdSm90Warpgroup {
   unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
   float alpha[1][2];                     // what `out` is to be multiplied by
   OnlineSoftmax<1> softmax;
+  float tile_scale_log2;  // e4m3: p.scale_log2, and what keys of the tile are multiplied by
 
   __device__ __forceinline__ explicit FwdSm90Warpgroup(const FwdSm90Params& params) : p(params) {}
 
@@ -70,14 +71,30 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 2; ++i) flat(out)[i] = 0.f;
   }
 
-  // Reads q, where registers hold it: its place is free once all warps have done so.
-  __device__ __forceinline__ void take_query(const Q& q) {
+  // Reads q of a tile, where registers hold it: its place is free once all warps have done so. Of
+  // e4m3, what multiplies its scores: q takes the sign.
+  __device__ __forceinline__ void take_query(const Q& q, const FwdSm90Tile& t) {
+    static_assert(C::q_registers || !C::e4m3, "the sign of a scale");
+    float scale = 1.f;
+    if constexpr (C::e4m3) {
+      const auto& pages = static_cast<const FwdSm90PagedParams&>(p);
+      scale = pages.k_scale_number;
+      if (pages.k_scale != nullptr) {
+        scale *= __ldg(pages.k_scale + t.batch * pages.stride_k_scale_batch +
+                       t.kv_head * pages.stride_k_scale_head);
+      }
+      tile_scale_log2 = p.scale_log2 * fabsf(scale);
+    }
     if constexpr (C::q_registers) {
 #pragma unroll
       for (int i = 0; i < C::head_dim / 16; ++i) {
         ptx::ldmatrix_x4(query[i],
                          q.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8));
       }
+    }
+    if (C::e4m3 && scale < 0.f) {
+#pragma unroll
+      for (int i = 0; i < C::head_dim / 4; ++i) query[i / 4][i % 4] ^= 0x80008000u;
     }
   }
 
@@ -143,7 +160,8 @@ struct FwdSm90Warpgroup {
       return;
     }
     if constexpr (C::scores) {
-      modify_scores<K::kParts>(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
+      modify_scores<K::kParts>(s, p, scale_log2(), slope_log2, t.k_len - t.q_len, warp_first,
+                               first_key, lane());
     }
     mask();
     softmax.template find_maxima<kSettle>(alpha, s);
@@ -180,7 +198,10 @@ struct FwdSm90Warpgroup {
       softmax.accumulate(alpha, s, 0, half, score);
     }
   }
-  __device__ __forceinline__ Scaled scaled() const { return {C::scores ? 1.f : p.scale_log2}; }
+  __device__ __forceinline__ Scaled scaled() const { return {C::scores ? 1.f : scale_log2()}; }
+  __device__ __forceinline__ float scale_log2() const {
+    return C::e4m3 ? tile_scale_log2 : p.scale_log2;
+  }
   __device__ __forceinline__ void score_rest(Scores& s) {
     if constexpr (C::overlap && !C::softcap) softmax.accumulate(alpha, s, 0, 1, scaled());
   }
@@ -214,6 +235,15 @@ struct FwdSm90Warpgroup {
     return to_log2(p.alibi_slopes[t.batch * p.stride_alibi_batch + t.q_head]);
   }
 
+  // What values of a tile are multiplied by.
+  __device__ __forceinline__ float v_scale(const FwdSm90Tile& t) const {
+    if constexpr (!C::e4m3) return 1.f;
+    const auto& pages = static_cast<const FwdSm90PagedParams&>(p);
+    if (pages.v_scale == nullptr) return pages.v_scale_number;
+    return pages.v_scale_number * __ldg(pages.v_scale + t.batch * pages.stride_v_scale_batch +
+                                        t.kv_head * pages.stride_v_scale_head);
+  }
+
   // What `out` is to be multiplied by, for both rows of the thread; writes lse. `row` is the first
   // of the warpgroup's, in the sequence.
   __device__ __forceinline__ void finish(float (&factor)[2], const FwdSm90Tile& t, int row) {
@@ -226,7 +256,7 @@ struct FwdSm90Warpgroup {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
       softmax.sum[0][half] = quad_sum(softmax.sum[0][half]);
       const FinishedRow end = softmax.finish(0, half, sink_log2);
-      factor[half] = end.factor();
+      factor[half] = end.factor() * v_scale(t);
       const float row_lse = end.lse();
       if (lse != nullptr && lane() % 4 == 0 && thread_row < t.q_len) lse[thread_row] = row_lse;
     }

@@ -85,6 +85,15 @@ struct FwdSm90PagedParams : FwdSm90Params {
   long long stride_table;
   int page;       // tokens, a multiple of 16, or all that a sequence may have
   int page_rows;  // rows of v_map from a page to the next; x-major: not used
+  // Of e4m3, as in PagedParams; and numbers that multiply all.
+  const float* k_scale;
+  const float* v_scale;
+  int stride_k_scale_batch;
+  int stride_k_scale_head;
+  int stride_v_scale_batch;
+  int stride_v_scale_head;
+  float k_scale_number;
+  float v_scale_number;
 };
 
 // Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the

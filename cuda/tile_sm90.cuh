@@ -61,7 +61,13 @@ struct alignas(1024) SwizzledTile {
     return (i * 16 * kRowBytes) >> 4;
   }
 
-  // Where the 16-byte unit lies that begins with (row, col).
+  // The 16-byte unit that begins with (row, col), of chunks of 64 columns.
+  __device__ __forceinline__ uint4* unit(int row, int col) {
+    static_assert(kChunk == 64, "8 units a row");
+    const int offset = row * kRowBytes + (col / 8 % 8 ^ row % 8) * 16;
+    return reinterpret_cast<uint4*>(data[col / kChunk] + offset);
+  }
+  // Where it lies.
   __device__ __forceinline__ unsigned unit_address(int row, int col) const {
     const int offset = row * kRowBytes + col % kChunk * 2;
     constexpr int kMask = kRowBytes / 16 - 1;
@@ -97,9 +103,7 @@ struct alignas(1024) SwizzledTile {
     constexpr int kUnits = kCols / 8;  // of 16 bytes
 #pragma unroll 1
     for (int i = thread; i < (kRows - valid) * kUnits; i += threads) {
-      const int row = valid + i / kUnits, col = i % kUnits * 8;
-      const int offset = row * kRowBytes + (col * 2 / 16 % 8 ^ row % 8) * 16;
-      *reinterpret_cast<uint4*>(data[col / kChunk] + offset) = make_uint4(0, 0, 0, 0);
+      *unit(valid + i / kUnits, i % kUnits * 8) = make_uint4(0, 0, 0, 0);
     }
   }
   // One thread; part of a bulk group. Clipped to the map.

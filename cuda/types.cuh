@@ -8,6 +8,10 @@
 struct alignas(2) bf16 {
   unsigned short bits;
 
+  // A pair of halves whose numbers it has, as one of an 8-bit cache.
+  static __device__ __forceinline__ unsigned of_halves(unsigned halves) {
+    return pack(ptx::cvt_f32_f16(halves & 0xffff), ptx::cvt_f32_f16(halves >> 16));
+  }
   static __device__ __forceinline__ unsigned pack(float lo, float hi) {
     return ptx::cvt_bf16x2(lo, hi);
   }
@@ -20,6 +24,7 @@ struct alignas(2) bf16 {
 struct alignas(2) fp16 {
   unsigned short bits;
 
+  static __device__ __forceinline__ unsigned of_halves(unsigned halves) { return halves; }
   static __device__ __forceinline__ unsigned pack(float lo, float hi) {
     return ptx::cvt_f16x2(lo, hi);
   }

@@ -197,6 +197,18 @@ def as_rows(cache: Spec, layout: CacheLayout) -> Spec:
     return cache._replace(shape=shape, byte_strides=strides)
 
 
+def strides_of(spec: Spec | None, axes: int) -> tuple[int, ...]:
+    """The strides of an array that may be absent, or lack its first axes: 0 for those."""
+    found = () if spec is None else spec.steps
+    return (0,) * (axes - len(found)) + found
+
+
+def scale_strides(name: str, spec: Spec | None) -> dict[str, int]:
+    """Those of k_scale or v_scale, as Params name them."""
+    batch, head = strides_of(spec, 2)
+    return {f"stride_{name}_batch": batch, f"stride_{name}_head": head}
+
+
 def tensor_maps(cache: Cache, rows: Sequence[Spec | None], caches: Sequence[Spec]) -> bool:
     """Whether tensor maps can describe q and out, and keys and values that are not x-major: tokens
     of values also as those of one sequence, of all blocks.

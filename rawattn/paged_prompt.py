@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rawattn.cache_request import as_rows
+from rawattn.cache_request import as_rows, scale_strides
 from rawattn.calls import ABSENT, Ref
 from rawattn.forward import kernel_scalars
 from rawattn.paged_problem import PagedProblem
@@ -19,7 +19,8 @@ from rawattn.request import Arrays
 
 def arrays_of(problem: PagedProblem, arrays: Mapping[str, Ref]) -> dict[str, Ref]:
     """The pointers of FwdSm90PagedParams, from those of PagedParams."""
-    found = {name: arrays[name] for name in (*Arrays._fields, "block_table") if name in arrays}
+    names = (*Arrays._fields, "block_table", "k_scale", "v_scale")
+    found = {name: arrays[name] for name in names if name in arrays}
     for x in "kv":
         cache = arrays[f"{x}_cache"]
         assert cache.spec is not None
@@ -31,9 +32,17 @@ def arrays_of(problem: PagedProblem, arrays: Mapping[str, Ref]) -> dict[str, Ref
 
 
 def scalars_of(
-    problem: PagedProblem, arrays: Mapping[str, Ref], *, scale: float, softcap: float, new_k: int
+    problem: PagedProblem,
+    arrays: Mapping[str, Ref],
+    *,
+    scale: float,
+    softcap: float,
+    new_k: int,
+    numbers: tuple[float, float],
 ) -> dict[str, float]:
-    """The fields that neither hold an address nor are the plan's to decide; of `arrays_of`."""
+    """The fields that neither hold an address nor are the plan's to decide; of `arrays_of`.
+    `numbers` multiply all keys and values.
+    """
     specs = Arrays(**{name: arrays[name].spec for name in Arrays._fields})
     table = arrays["block_table"].spec
     assert table is not None
@@ -48,5 +57,9 @@ def scalars_of(
         "stride_table": table.steps[0],
         "page": problem.page,
         "page_rows": 0 if xmajor else rows_apart(specs.v),
+        **scale_strides("k_scale", arrays["k_scale"].spec),
+        **scale_strides("v_scale", arrays["v_scale"].spec),
+        "k_scale_number": numbers[0],
+        "v_scale_number": numbers[1],
         "new_k": new_k,
     }

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rawattn import paged_prompt
-from rawattn.arrays import Spec
-from rawattn.cache_request import cache_strides
+from rawattn.cache_request import cache_strides, scale_strides, strides_of
 from rawattn.calls import Ref, Steps
 from rawattn.paged_problem import PagedProblem, Scale
 from rawattn.params import row_strides
@@ -33,7 +32,12 @@ def add_attention(
         named = paged_prompt.arrays_of(problem, arrays)
         scale = softmax_scale(options.softmax_scale, problem.head_dim)
         found = paged_prompt.scalars_of(
-            problem, named, scale=scale, softcap=options.softcap, new_k=new_k
+            problem,
+            named,
+            scale=scale,
+            softcap=options.softcap,
+            new_k=new_k,
+            numbers=_numbers(request, problem),
         )
         made.add(plan, found, named)
         return
@@ -54,9 +58,10 @@ def scalars(
     scale = softmax_scale(options.softmax_scale, problem.head_dim)
     q, out = specs["q"], specs["out"]
     assert q is not None and out is not None
-    lse_batch, lse_head, _ = _strides(specs["lse"], 3)
-    tree_batch, tree_row, _ = _strides(specs["tree_mask"], 3)
+    lse_batch, lse_head, _ = strides_of(specs["lse"], 3)
+    tree_batch, tree_row, _ = strides_of(specs["tree_mask"], 3)
     slopes = specs["alibi_slopes"]
+    of_keys, of_values = _numbers(request, problem)
     return {
         **row_strides("q", q),
         **row_strides("out", out),
@@ -65,10 +70,10 @@ def scalars(
         **cache_strides(request.cache, request.specs.k_cache, request.specs.v_cache),
         "stride_tree_batch": tree_batch,
         "stride_tree_row": tree_row,
-        "stride_table": _strides(specs["block_table"], 2)[0],
-        "stride_alibi_batch": _strides(slopes, 2)[0],
-        **_scale_strides("k_scale", specs["k_scale"]),
-        **_scale_strides("v_scale", specs["v_scale"]),
+        "stride_table": strides_of(specs["block_table"], 2)[0],
+        "stride_alibi_batch": strides_of(slopes, 2)[0],
+        **scale_strides("k_scale", specs["k_scale"]),
+        **scale_strides("v_scale", specs["v_scale"]),
         "batch": problem.batch,
         "q_heads": problem.q_heads,
         "kv_heads": problem.kv_heads,
@@ -83,19 +88,17 @@ def scalars(
         "window_right": problem.mask.right,
         "copy_bytes": problem.copy_bytes,
         "q_bf16": int(problem.dtype == "bfloat16"),
-        "scale_log2": scale * LOG2_E * (options.k_scale if problem.k_scale is Scale.NUMBER else 1),
+        "scale_log2": scale * LOG2_E * of_keys,
         "softcap_log2": options.softcap * LOG2_E,
-        "out_scale": options.v_scale if problem.v_scale is Scale.NUMBER else 1.0,
+        "out_scale": of_values,
         **(options.block_sparse or BlockSparse(0, 0, 0, 0, 0))._asdict(),
     }
 
 
-def _strides(spec: Spec | None, axes: int) -> tuple[int, ...]:
-    """The strides of an array that may be absent, or lack its first axes: 0 for those."""
-    found = () if spec is None else spec.steps
-    return (0,) * (axes - len(found)) + found
-
-
-def _scale_strides(name: str, spec: Spec | None) -> dict[str, int]:
-    batch, head = _strides(spec, 2)
-    return {f"stride_{name}_batch": batch, f"stride_{name}_head": head}
+def _numbers(request: Request, problem: PagedProblem) -> tuple[float, float]:
+    """What keys and values are multiplied by, where that is a number."""
+    options = request.options
+    return (
+        options.k_scale if problem.k_scale is Scale.NUMBER else 1.0,
+        options.v_scale if problem.v_scale is Scale.NUMBER else 1.0,
+    )

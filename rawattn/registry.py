@@ -109,6 +109,7 @@ class FwdSm90:
     scores: bool  # whether softcap and ALiBi steps are compiled in
     split: bool = False  # whether blocks may share the keys of a query tile: fwd_sm90_parts.cuh
     xmajor: bool = False  # pages: layout of the cache; NHD and HND differ in strides alone
+    e4m3: bool = False  # pages: whether the cache holds e4m3, which is widened on its way
     blocks_per_sm: int = 1
 
     @property
@@ -135,7 +136,8 @@ class FwdSm90:
         kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
         barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2
         tile = 56 if self.split else 44
-        return -(-(2 * (q + kv) + 8 * barriers + tile) // 1024) * 1024
+        narrow = 2 * self.block_n * (self.head_dim + self.value_dim) + 32 if self.e4m3 else 0
+        return sum(-(-n // 1024) * 1024 for n in (2 * (q + kv) + 8 * barriers + tile, narrow))
 
     @property
     def slot_bytes(self) -> int:
@@ -173,6 +175,11 @@ class FwdSm90Self:
 
     @property
     def xmajor(self) -> bool:
+        """As in FwdSm90."""
+        return False
+
+    @property
+    def e4m3(self) -> bool:
         """As in FwdSm90."""
         return False
 

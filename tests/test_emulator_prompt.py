@@ -90,6 +90,27 @@ CASES = {
     "x-major, padded heads": PagedCase(
         **{**COMMON, "head_dim": 104}, q_lens=(3,), k_lens=(140,), value_dim=120, layout="x-major"
     ),
+    "e4m3": PagedCase(
+        **COMMON, q_lens=(200, 200), k_lens=(301, 200), cache_dtype="float8_e4m3fn",
+        scales="number", causal=True,
+    ),
+    "e4m3, packed, HND": PagedCase(
+        **{**COMMON, "dtype": "bfloat16", "head_dim": 128}, q_lens=(130, 0, 1, 70),
+        k_lens=(200, 5, 140, 71), packed=True, layout="HND", cache_dtype="float8_e4m3fn",
+        scales="heads", causal=True,
+    ),
+    "e4m3, window, gaps": PagedCase(
+        **{**COMMON, "head_dim": 128}, q_lens=(130, 130), k_lens=(300, 131), page=48,
+        window=(70, 3), memory="gaps", cache_dtype="float8_e4m3fn", scales="tensor",
+    ),
+    "e4m3, all scores": PagedCase(
+        **{**COMMON, "dtype": "bfloat16"}, q_lens=(9, 9), k_lens=(150, 33), page=32, softcap=5.0,
+        alibi=True, sink=True, cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True, causal=True,
+    ),
+    "e4m3, padded heads": PagedCase(
+        **{**COMMON, "head_dim": 80}, q_lens=(3, 70), k_lens=(140, 9), value_dim=112, packed=True,
+        cache_dtype="float8_e4m3fn",
+    ),
     "x-major, more queries than keys": PagedCase(
         **COMMON, q_lens=(70, 70), k_lens=(9, 0), layout="x-major", causal=True
     ),

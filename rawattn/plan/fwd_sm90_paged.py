@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.paged_problem import PagedProblem, PageTable, Scale
+from rawattn.paged_problem import PagedProblem, PageTable
 from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_tiles
@@ -25,6 +25,12 @@ TILES = (
 )
 # Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
 XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256_SHORT)
+# Of caches of e4m3. Bytes take the place of a second buffer for q, and its registers are needed.
+E4M3 = "float8_e4m3fn"
+E4M3_TILES = tuple(
+    replace(tile, consumers=2, q_registers=True, q_buffers=1, e4m3=True)
+    for tile in (fwd_sm90.D64, fwd_sm90.D128)
+)
 # What so many rows of a KV head take a block of decode_sm90, which has 64, or of decode_split, as a
 # multiple of what a query tile takes one. H200, us, decoding / this, 32 / 8 heads, 4 k keys, by
 # batch x queries (tuning/prompts.csv, under bench/results/nvidia-h200):
@@ -55,7 +61,8 @@ def twin(p: PagedProblem) -> Problem:
 
 
 def _tile(p: PagedProblem) -> FwdSm90 | None:
-    return fwd_sm90.first_that_holds(p, XMAJOR_TILES if _xmajor(p) else TILES)
+    tiles = E4M3_TILES if p.quantized else XMAJOR_TILES if _xmajor(p) else TILES
+    return fwd_sm90.first_that_holds(p, tiles)
 
 
 def _xmajor(p: PagedProblem) -> bool:
@@ -64,7 +71,9 @@ def _xmajor(p: PagedProblem) -> bool:
 
 def _config(p: PagedProblem, tile: FwdSm90) -> FwdSm90:
     config = fwd_sm90.config_of(twin(p), tile)
-    return _of_xmajor(tile, config) if _xmajor(p) else config
+    return (
+        _of_e4m3(tile, config) if tile.e4m3 else _of_xmajor(tile, config) if _xmajor(p) else config
+    )
 
 
 def _of_xmajor(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
@@ -73,28 +82,36 @@ def _of_xmajor(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
     return replace(tile, element=rows.element, window=rows.window, scores=scores, xmajor=True)
 
 
+def _of_e4m3(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
+    """The same with all steps and windows, or none: few configs."""
+    features = rows.window or rows.scores or rows.softcap
+    return replace(tile, element=rows.element, window=features, scores=features)
+
+
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config that `launches` can choose on `arch`."""
     for tile in TILES:
         yield from fwd_sm90.forms(tile)
     for tile in XMAJOR_TILES:
         yield from dict.fromkeys(_of_xmajor(tile, rows) for rows in fwd_sm90.forms(tile))
+    for tile in E4M3_TILES:
+        yield from dict.fromkeys(_of_e4m3(tile, rows) for rows in fwd_sm90.forms(tile))
 
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
     """Why the kernel does not take a problem; None: it does."""
     if reason := refuses_device("fwd_sm90_paged", device):
         return reason
-    if p.dtype not in ELEMENTS or p.cache_dtype != p.dtype:
-        return f"{p.dtype} over a cache of {p.cache_dtype}: takes {' and '.join(ELEMENTS)} alone"
+    if p.dtype not in ELEMENTS or p.cache_dtype not in (p.dtype, E4M3):
+        return f"{p.dtype} over a cache of {p.cache_dtype}: takes its own type, or {E4M3}"
+    if p.quantized and _xmajor(p):
+        return f"an x-major cache of {p.cache_dtype}: takes NHD and HND"
     if p.page % BOX and (_xmajor(p) or p.max_k > p.page):  # copies cross no page
         return f"pages of {p.page} tokens: takes multiples of {BOX}"
     if p.table is not PageTable.DENSE or p.leftpad:
         return "takes pages of a block table"
     if p.tree or p.block_sparse or p.split:
         return "takes no trees of drafts, no block-sparse attention and no fixed split"
-    if p.k_scale is not Scale.NONE or p.v_scale is not Scale.NONE:
-        return "scales of keys and values: takes none"
     if p.mask.top_left and not p.mask.trivial:
         return "a mask aligned to the top left: takes the bottom right"
     return fwd_sm90.refuses_shape(p, _tile(p))
@@ -134,4 +151,8 @@ def _maps(p: PagedProblem, tile: FwdSm90) -> tuple[TensorMap, ...]:
     if _xmajor(p):
         return xmajor_tiles(p.page, tile.head_dim, tile.value_dim, ("k", "v"))
     keys = fwd_sm90.chunks("k", tile.head_dim, BOX)
-    return keys, fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
+    values = fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
+    if tile.e4m3:  # rows as they lie
+        keys = replace(keys, box=(tile.head_dim, *keys.box[1:]), swizzle=0)
+        values = replace(values, box=(tile.value_dim, *values.box[1:]), swizzle=0)
+    return keys, values
