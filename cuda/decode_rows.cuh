@@ -204,28 +204,20 @@ struct Query {
                  rows.head_of(row) * p.stride_k_scale_head);
   }
 
-  // q becomes halves of which each row's largest has the exponent 14, and scale takes in what that
-  // divides by: the range of bf16 is not that of halves.
-  struct Raise {
-    float factor, inverse;
-
-    __device__ __forceinline__ explicit Raise(float largest) {
-      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-      const int raise = min(max(14 - exponent, -120), 120);
-      factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
-      inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23);
-    }
-  };
+  // q becomes halves, and scale takes in what Raise divides by.
   __device__ __forceinline__ void halve(const DecodeSplitParams& p) {
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      largest = larger(p, largest, q[0][i / 2][i % 2]);
+      largest = larger(largest, element_pair(p, q[0][i / 2][i % 2]));
     }
     const Raise raise(quad_max(largest));
     const float inverse = raise.inverse * p.scale_log2 * scale[0];
 #pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) raised(p, q[0][i / 2][i % 2], raise.factor);
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      unsigned& two = q[0][i / 2][i % 2];
+      two = raised(element_pair(p, two), raise.factor);
+    }
     // Lane (r, t) has row r; scores are of rows 2t and 2t + 1.
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -239,32 +231,21 @@ struct Query {
     unsigned x[4] = {piece.x, piece.y, piece.z, piece.w};
     float largest = 0.f;
 #pragma unroll
-    for (const unsigned two : x) largest = larger(p, largest, two);
+    for (const unsigned two : x) largest = larger(largest, element_pair(p, two));
 #pragma unroll
     for (int distance = 1; distance < kPieces; distance *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
     }
     const Raise raise(largest);
 #pragma unroll
-    for (unsigned& two : x) raised(p, two, raise.factor);
+    for (unsigned& two : x) two = raised(element_pair(p, two), raise.factor);
     unsigned short* to = row + dim / 16 * 16 + dim % 16 / 2;
     *reinterpret_cast<uint2*>(to) = make_uint2(x[0], x[2]);
     *reinterpret_cast<uint2*>(to + 8) = make_uint2(x[1], x[3]);
     if (dim == 0) *reinterpret_cast<float*>(row + C::head_dim) = raise.inverse * scale;
   }
 
-  // Of `largest` and the magnitudes of two elements.
-  static __device__ __forceinline__ float larger(const DecodeSplitParams& p, float largest,
-                                                 unsigned two) {
-    largest = fmaxf(largest, fabsf(element(p, two & 0xffff)));
-    return fmaxf(largest, fabsf(element(p, two >> 16)));
-  }
-  static __device__ __forceinline__ void raised(const DecodeSplitParams& p, unsigned& two,
-                                                float factor) {
-    two = fp16::pack(element(p, two & 0xffff) * factor, element(p, two >> 16) * factor);
-  }
-  static __device__ __forceinline__ float element(const DecodeSplitParams& p, unsigned bits) {
-    const auto x = static_cast<unsigned short>(bits);
-    return p.q_bf16 != 0 ? to_float(bf16{x}) : to_float(fp16{x});
+  static __device__ __forceinline__ float2 element_pair(const DecodeSplitParams& p, unsigned two) {
+    return pair_of(two, p.q_bf16 != 0);
   }
 };

@@ -382,7 +382,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const QueryTile& tile
     });
     if constexpr (C::scores) {
       const Sequence seq = warp.at.seq;
-      modify_scores(warp.s, p, p.scale_log2, slope_log2, seq.k_len - seq.q_len, warp.warp_row(),
+      modify_scores(warp.s, p, slope_log2, seq.k_len - seq.q_len, warp.warp_row(),
                     warp.tile_key(left) + warp.first_key(), warp.lane());
     }
     if constexpr (kMasked) {

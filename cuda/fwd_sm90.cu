@@ -50,14 +50,16 @@ struct FwdSm90Smem {
   RingBarriers<kTileSlots> tile_ring;
   TileOf<C> tile[kTileSlots];
 
+  static constexpr int kFillers = C::e4m3 ? 2 : 1;  // that arrive where a tile of K or V is full
+
   // One thread. `readers` of those that copy release descriptions of tiles.
   __device__ __forceinline__ void init(int readers) {
     for (int w = 0; w < C::consumers; ++w) {
       q_ring[w].init(1, 1);
       for (Barrier& barrier : staged[w]) ptx::mbarrier_init(ptx::shared_address(&barrier), 4);
     }
-    k_ring.init(1, C::consumers);
-    v_ring.init(1, C::consumers);
+    k_ring.init(kFillers, C::consumers);
+    v_ring.init(kFillers, C::consumers);
     // and the warps of the consumers, and who stores
     tile_ring.init(1, 128 * C::consumers + readers + (C::q_buffers > 1));
   }
@@ -144,6 +146,12 @@ __device__ __forceinline__ void store(const FwdSm90Params& p, FwdSm90Smem<C>& sm
   }
 }
 
+// Tiles that are read as copies bring them.
+struct FwdSm90NoWiden {
+  static constexpr bool kWidens = false;
+  static constexpr int kReaders = 0;
+};
+
 // Brings Q, K and V. One thread.
 template <class C>
 struct FwdSm90Copies {
@@ -151,6 +159,7 @@ struct FwdSm90Copies {
   static constexpr int kWarps = 1;    // that copy
   static constexpr int kReaders = 1;  // threads that release descriptions of tiles
   using Smem = FwdSm90Smem<C>;
+  using Widen = FwdSm90NoWiden;
   const FwdSm90Params& p;
   Smem& smem;
   Ring<C::stages> k, v;
@@ -346,7 +355,11 @@ struct FwdSm90Consumer {
   }
   __device__ __forceinline__ void take_query(const FwdSm90Tile& of) {
     wait(smem.q_ring[index].full[q.slot], q.parity);
-    group.take_query(smem.q[q.slot][index], of);
+    if constexpr (C::e4m3) {
+      group.halve_query(smem.q[q.slot][index], of);
+      ptx::bar_sync(kGroup + index, 128);
+    }
+    group.take_query(smem.q[q.slot][index]);
   }
 
   __device__ __forceinline__ void start_scores(typename Warpgroup::Scores& s) const {
@@ -456,9 +469,10 @@ template <class C, class Copies = FwdSm90Copies<C>>
 __device__ __forceinline__ void fwd_sm90(const typename Copies::Params& p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Copies::Smem*>(smem_bytes);
+  constexpr int kServers = C::threads / 128 - C::consumers;  // warpgroups
   static_assert(
-      C::producer_registers + C::consumers * C::consumer_registers <=
-          (C::consumers + 1) * (65536 / C::threads / 8 * 8),
+      kServers * C::producer_registers + C::consumers * C::consumer_registers <=
+          C::threads / 128 * (65536 / C::threads / 8 * 8),
       "setmaxnreg deals out what the block was launched with; for more it waits for ever");
   if (threadIdx.x == 0) {
     smem.init(Copies::kReaders);
@@ -478,6 +492,11 @@ __device__ __forceinline__ void fwd_sm90(const typename Copies::Params& p) {
       schedule(p, smem);
     } else if (C::q_buffers > 1 && warp == 2) {
       if (threadIdx.x % 32 == 0) store(p, smem);
+    }
+  } else if (Copies::Widen::kWidens && warpgroup > C::consumers) {
+    ptx::setmaxnreg_dec<C::producer_registers>();
+    if constexpr (Copies::Widen::kWidens) {
+      Copies::Widen::run(smem, __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0));
     }
   } else {
     ptx::setmaxnreg_inc<C::consumer_registers>();

@@ -8,8 +8,33 @@
 //   of a sequence there are zeros, whatever its page holds, and page ids are not read.
 // `xmajor`: keys and values come in the order of vLLM's cache, which wgmma reads as it is
 //   (tile_xmajor_sm90.cuh).
-// `e4m3`: keys and values are widened to the type of q by the warps that brought them.
-#include "fwd_sm90.cu"
+// `e4m3`: copies bring bytes to places of their own, and one more warpgroup widens them to the tiles
+//   that products read (fwd_sm90_widen.cuh).
+#include "fwd_sm90_widen.cuh"
+
+// What copies fill, and empty again who takes it from there.
+template <class C, bool kWiden = C::e4m3>
+struct FwdSm90PagedPlaces {
+  using Smem = FwdSm90Smem<C>;
+  using Widen = FwdSm90NoWiden;
+  static constexpr int kSlots = C::stages;
+  static __device__ __forceinline__ auto& k(Smem& smem) { return smem.k; }
+  static __device__ __forceinline__ auto& v(Smem& smem) { return smem.v; }
+  static __device__ __forceinline__ auto& k_ring(Smem& smem) { return smem.k_ring; }
+  static __device__ __forceinline__ auto& v_ring(Smem& smem) { return smem.v_ring; }
+};
+template <class C>
+struct FwdSm90PagedPlaces<C, true> {
+  using Smem = FwdSm90WidenSmem<C>;
+  using Widen = FwdSm90Widen<C>;
+  static constexpr int kSlots = Smem::kPlaces;
+  static __device__ __forceinline__ auto& k(Smem& smem) { return smem.k_bytes; }
+  static __device__ __forceinline__ auto& v(Smem& smem) { return smem.v_bytes; }
+  static __device__ __forceinline__ auto& k_ring(Smem& smem) { return smem.k_bytes_ring; }
+  static __device__ __forceinline__ auto& v_ring(Smem& smem) { return smem.v_bytes_ring; }
+};
+template <class C>
+using FwdSm90PagedSmem = typename FwdSm90PagedPlaces<C>::Smem;
 
 // The lanes of a warp.
 template <class C>
@@ -18,8 +43,10 @@ struct FwdSm90PagedCopies {
   // A copy of 16 tokens takes a warp 50 cycles: with one warp for all, calls took a third to a half
   // longer than over rows, whose tiles are one copy each (H200, 2026-11-30, tuning/prompts.csv).
   static constexpr int kWarps = 2;
-  static constexpr int kReaders = 64;
-  using Smem = FwdSm90Smem<C>;
+  using Places = FwdSm90PagedPlaces<C>;
+  using Smem = typename Places::Smem;
+  using Widen = typename Places::Widen;
+  static constexpr int kReaders = 64 + Widen::kReaders;
   static constexpr int kBox = kBoxTokens;
   static constexpr int kBoxes = C::block_n / kBox;
   static_assert(C::block_n % kBox == 0 && kBoxes <= 32, "a lane for each box");
@@ -31,7 +58,7 @@ struct FwdSm90PagedCopies {
   };
   const Params& p;
   Smem& smem;
-  Ring<C::stages> ring;  // of K, or of V
+  Ring<Places::kSlots> ring;  // of K, or of V
   Ring<C::q_buffers> q;
 
   __device__ __forceinline__ FwdSm90PagedCopies(const Params& params, Smem& shared)
@@ -89,16 +116,16 @@ struct FwdSm90PagedCopies {
     q.advance();
   }
   __device__ __forceinline__ void load_k(const FwdSm90Tile& t, const Box& box) {
-    const auto& slot = smem.k[ring.slot];
-    const unsigned full = expect(smem.k_ring, ring, sizeof(slot));
+    const auto& slot = Places::k(smem)[ring.slot];
+    const unsigned full = expect(Places::k_ring(smem), ring, sizeof(slot));
     if (lane() < kBoxes) {  // no page: zeros
       slot.load(p.k_map, full, box.token, t.kv_head, box.page, kBox * lane());
     }
     ring.advance();
   }
   __device__ __forceinline__ void load_v(const FwdSm90Tile& t, const Box& box) {
-    const auto& slot = smem.v[ring.slot];
-    const unsigned full = expect(smem.v_ring, ring, sizeof(slot));
+    const auto& slot = Places::v(smem)[ring.slot];
+    const unsigned full = expect(Places::v_ring(smem), ring, sizeof(slot));
     if (lane() < kBoxes) {
       const int first = max(box.page, 0) * p.page_rows + box.token;
       slot.load_ragged(p.v_map, full, 0, t.kv_head, first, box.valid, kBox * lane());
@@ -141,149 +168,9 @@ struct FwdSm90PagedCopies {
   }
 };
 
-// ---- e4m3 ----
-
-// Bytes come to places of their own, from which they are widened to the tiles that products read.
-template <class C>
-struct FwdSm90WidenSmem : FwdSm90Smem<C> {
-  static constexpr int kPlaces = 2;
-  alignas(128) unsigned char k_bytes[kPlaces][C::block_n * C::head_dim];
-  alignas(128) unsigned char v_bytes[kPlaces][C::block_n * C::value_dim];
-  Barrier k_arrived[kPlaces], v_arrived[kPlaces];
-
-  __device__ __forceinline__ void init(int readers) {
-    FwdSm90Smem<C>::init(readers);
-    for (int i = 0; i < kPlaces; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&k_arrived[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&v_arrived[i]), 1);
-    }
-  }
-};
-
-template <class C>
-struct FwdSm90WidenCopies : FwdSm90PagedCopies<C> {
-  using Base = FwdSm90PagedCopies<C>;
-  using Smem = FwdSm90WidenSmem<C>;
-  using Base::kBox;
-  using Base::kBoxes;
-  using Base::lane;
-  using Base::p;
-  using typename Base::Box;
-  using typename Base::Params;
-  Smem& places;
-  Ring<Smem::kPlaces> coming;    // the place that is filled next
-  Ring<Smem::kPlaces> arriving;  // that is widened next
-
-  __device__ __forceinline__ FwdSm90WidenCopies(const Params& params, Smem& shared)
-      : Base(params, shared), places(shared) {}
-
-  __device__ __forceinline__ void run(int warp) {
-    if (warp == 0) {
-      run<false>();
-    } else {
-      run<true>();
-    }
-  }
-
-  // A tile is on its way while the one before is widened, also from one query tile to the next.
-  template <bool kValues>
-  __device__ __forceinline__ void run() {
-    Ring<kTileSlots> tiles;
-    bool waiting = false;
-    for (FwdSm90Tile t = next_tile(places, tiles); t.first < t.last; t = next_tile(places, tiles)) {
-      release_tile(places, tiles);
-      Box next = this->box(t, t.last - 1);
-      for (int n = t.last - 1; n >= t.first; --n) {
-        const Box now = next;
-        if (n > t.first) next = this->box(t, n - 1);
-        bring<kValues>(t, now);
-        if (waiting) widen<kValues>();
-        waiting = true;
-        if (!kValues && n == t.last - 1) this->load_q(t);
-      }
-    }
-    if (waiting) widen<kValues>();
-  }
-
-  // Starts the copies of a tile.
-  template <bool kValues>
-  __device__ __forceinline__ void bring(const FwdSm90Tile& t, const Box& box) {
-    constexpr int kRow = kValues ? C::value_dim : C::head_dim;
-    unsigned char* place = (kValues ? places.v_bytes : places.k_bytes)[coming.slot];
-    const unsigned arrived =
-        ptx::shared_address(&(kValues ? places.v_arrived : places.k_arrived)[coming.slot]);
-    if (lane() == 0) ptx::mbarrier_arrive_expect_tx(arrived, C::block_n * kRow);
-    __syncwarp();
-    if (lane() < kBoxes) {
-      const unsigned to = ptx::shared_address(place) + lane() * kBox * kRow;
-      if constexpr (kValues) {
-        const int first = max(box.page, 0) * p.page_rows + box.token;
-        ptx::tma_load_5d(to, &p.v_map, arrived, 0, kRagged - box.valid, t.kv_head, kRagged,
-                         first + box.valid);
-      } else {
-        ptx::tma_load_4d(to, &p.k_map, arrived, 0, box.token, t.kv_head, box.page);
-      }
-    }
-    coming.advance();
-  }
-
-  // A tile that has come, to where products read it.
-  template <bool kValues>
-  __device__ __forceinline__ void widen() {
-    auto& barriers = kValues ? places.v_ring : places.k_ring;
-    const Ring<C::stages> at = this->ring;
-    wait((kValues ? places.v_arrived : places.k_arrived)[arriving.slot], arriving.parity);
-    wait(barriers.empty[at.slot], at.parity ^ 1);
-    if constexpr (kValues) {
-      widen(places.v_bytes[arriving.slot], places.v[at.slot]);
-    } else {
-      widen(places.k_bytes[arriving.slot], places.k[at.slot]);
-    }
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane() == 0) arrive(barriers.full[at.slot]);
-    arriving.advance();
-    this->ring.advance();
-  }
-
-  // 16 elements at a time; in 128 columns, half of the lanes store their second 8 first, so that 8
-  // lanes meet all banks.
-  template <class Tile>
-  static __device__ __forceinline__ void widen(const unsigned char* bytes, Tile& to) {
-    constexpr int kPieces = Tile::kCols / 16;  // of a token
-    const int piece = lane() % kPieces;
-    const bool turned = kPieces == 8 && piece >= 4;
-    const int col = 16 * piece + (turned ? 8 : 0);
-#pragma unroll 2
-    for (int token = lane() / kPieces; token < Tile::kRows; token += 32 / kPieces) {
-      const auto* from = reinterpret_cast<const uint4*>(bytes + token * Tile::kCols + 16 * piece);
-      const uint4 x = *from;
-      *to.unit(token, col) = widened(turned ? x.z : x.x, turned ? x.w : x.y);
-      *to.unit(token, col ^ 8) = widened(turned ? x.x : x.z, turned ? x.y : x.w);
-    }
-  }
-  static __device__ __forceinline__ uint4 widened(unsigned low, unsigned high) {
-    using Element = typename C::Element;
-    return make_uint4(
-        Element::of_halves(e4m3::widen<0, 1>(low)), Element::of_halves(e4m3::widen<2, 3>(low)),
-        Element::of_halves(e4m3::widen<0, 1>(high)), Element::of_halves(e4m3::widen<2, 3>(high)));
-  }
-};
-
 // ---- The kernel ----
-
-template <class C, bool kWiden = C::e4m3>
-struct FwdSm90PagedParts {
-  using Copies = FwdSm90PagedCopies<C>;
-};
-template <class C>
-struct FwdSm90PagedParts<C, true> {
-  using Copies = FwdSm90WidenCopies<C>;
-};
-template <class C>
-using FwdSm90PagedSmem = typename FwdSm90PagedParts<C>::Copies::Smem;
 
 template <class C>
 __device__ __forceinline__ void fwd_sm90_paged(const FwdSm90PagedParams& p) {
-  fwd_sm90<C, typename FwdSm90PagedParts<C>::Copies>(p);
+  fwd_sm90<C, FwdSm90PagedCopies<C>>(p);
 }

@@ -48,7 +48,7 @@ struct FwdSm90Warpgroup {
   unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
   float alpha[1][2];                     // what `out` is to be multiplied by
   OnlineSoftmax<1> softmax;
-  float tile_scale_log2;  // e4m3: p.scale_log2, and what keys of the tile are multiplied by
+  float row_scale[2];  // e4m3: what products of the thread's rows are multiplied by
 
   __device__ __forceinline__ explicit FwdSm90Warpgroup(const FwdSm90Params& params) : p(params) {}
 
@@ -71,20 +71,8 @@ struct FwdSm90Warpgroup {
     for (int i = 0; i < C::value_dim / 2; ++i) flat(out)[i] = 0.f;
   }
 
-  // Reads q of a tile, where registers hold it: its place is free once all warps have done so. Of
-  // e4m3, what multiplies its scores: q takes the sign.
-  __device__ __forceinline__ void take_query(const Q& q, const FwdSm90Tile& t) {
-    static_assert(C::q_registers || !C::e4m3, "the sign of a scale");
-    float scale = 1.f;
-    if constexpr (C::e4m3) {
-      const auto& pages = static_cast<const FwdSm90PagedParams&>(p);
-      scale = pages.k_scale_number;
-      if (pages.k_scale != nullptr) {
-        scale *= __ldg(pages.k_scale + t.batch * pages.stride_k_scale_batch +
-                       t.kv_head * pages.stride_k_scale_head);
-      }
-      tile_scale_log2 = p.scale_log2 * fabsf(scale);
-    }
+  // Reads q, where registers hold it: its place is free once all warps have done so.
+  __device__ __forceinline__ void take_query(const Q& q) {
     if constexpr (C::q_registers) {
 #pragma unroll
       for (int i = 0; i < C::head_dim / 16; ++i) {
@@ -92,10 +80,47 @@ struct FwdSm90Warpgroup {
                          q.unit_address(warp_row() + lane() % 16, 16 * i + lane() / 16 * 8));
       }
     }
-    if (C::e4m3 && scale < 0.f) {
+  }
+
+  // e4m3: q becomes halves in its place, each row raised (types.cuh), and takes the sign of what
+  // multiplies keys; `row_scale`, the rest of that and what Raise divides by.
+  __device__ __forceinline__ void halve_query(Q& q, const FwdSm90Tile& t) {
+    const float of_keys =
+        pages().k_scale_number *
+        scale_of(pages().k_scale, t, pages().stride_k_scale_batch, pages().stride_k_scale_head);
 #pragma unroll
-      for (int i = 0; i < C::head_dim / 4; ++i) query[i / 4][i % 4] ^= 0x80008000u;
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row() + lane() / 4 + 8 * half;
+      unsigned x[C::head_dim / 8];  // of four lanes that share the row
+      float largest = 0.f;
+#pragma unroll
+      for (int i = 0; i < C::head_dim / 32; ++i) {
+        const uint4 unit = *q.unit(row, 32 * i + lane() % 4 * 8);
+        x[4 * i] = unit.x, x[4 * i + 1] = unit.y, x[4 * i + 2] = unit.z, x[4 * i + 3] = unit.w;
+      }
+#pragma unroll
+      for (const unsigned two : x) largest = larger(largest, pair_of(two, pages().q_bf16 != 0));
+      const Raise raise(quad_max(largest));
+      const float factor = of_keys < 0.f ? -raise.factor : raise.factor;
+#pragma unroll
+      for (unsigned& two : x) two = raised(pair_of(two, pages().q_bf16 != 0), factor);
+#pragma unroll
+      for (int i = 0; i < C::head_dim / 32; ++i) {
+        *q.unit(row, 32 * i + lane() % 4 * 8) =
+            make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+      }
+      row_scale[half] = raise.inverse * fabsf(of_keys);
     }
+    ptx::fence_proxy_async();
+  }
+  __device__ __forceinline__ const FwdSm90PagedParams& pages() const {
+    return static_cast<const FwdSm90PagedParams&>(p);
+  }
+  // Of keys or values; 1 where there is none on the device.
+  static __device__ __forceinline__ float scale_of(const float* scales, const FwdSm90Tile& t,
+                                                   int stride_batch, int stride_head) {
+    return scales == nullptr ? 1.f
+                             : __ldg(scales + t.batch * stride_batch + t.kv_head * stride_head);
   }
 
   // Starts s = q k^T.
@@ -159,15 +184,18 @@ struct FwdSm90Warpgroup {
       cap(s, mask);
       return;
     }
+    if constexpr (C::scores && C::e4m3) {
+#pragma unroll
+      for (int i = 0; i < C::block_n / 2; ++i) flat(s)[i] *= row_scale[i / 2 % 2];
+    }
     if constexpr (C::scores) {
-      modify_scores<K::kParts>(s, p, scale_log2(), slope_log2, t.k_len - t.q_len, warp_first,
-                               first_key, lane());
+      modify_scores<K::kParts>(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
     }
     mask();
     softmax.template find_maxima<kSettle>(alpha, s);
-    softmax.template raise_maxima<kSettle>(alpha, scaled());
-    softmax.accumulate(alpha, s, 0, 0, scaled());
-    if constexpr (!C::overlap) softmax.accumulate(alpha, s, 0, 1, scaled());
+    softmax.template raise_maxima<kSettle>(alpha, [&](int half) { return scaled(half); });
+    softmax.accumulate(alpha, s, 0, 0, scaled(0));
+    if constexpr (!C::overlap) softmax.accumulate(alpha, s, 0, 1, scaled(1));
   }
   // The same with a softcap. Mostly all products of a warp are near, and each row has, or had, one
   // that is positive: then maxima take half of the instructions, and scores a fifth.
@@ -198,12 +226,13 @@ struct FwdSm90Warpgroup {
       softmax.accumulate(alpha, s, 0, half, score);
     }
   }
-  __device__ __forceinline__ Scaled scaled() const { return {C::scores ? 1.f : scale_log2()}; }
-  __device__ __forceinline__ float scale_log2() const {
-    return C::e4m3 ? tile_scale_log2 : p.scale_log2;
+  // What makes scores of products of one of the thread's rows.
+  __device__ __forceinline__ Scaled scaled(int half) const {
+    const float of_row = C::e4m3 ? p.scale_log2 * row_scale[half] : p.scale_log2;
+    return {C::scores ? 1.f : of_row};
   }
   __device__ __forceinline__ void score_rest(Scores& s) {
-    if constexpr (C::overlap && !C::softcap) softmax.accumulate(alpha, s, 0, 1, scaled());
+    if constexpr (C::overlap && !C::softcap) softmax.accumulate(alpha, s, 0, 1, scaled(1));
   }
 
   // In place of softmax.rescale: the longer a row, the more seldom its maximum rises, and alpha is
@@ -235,13 +264,11 @@ struct FwdSm90Warpgroup {
     return to_log2(p.alibi_slopes[t.batch * p.stride_alibi_batch + t.q_head]);
   }
 
-  // What values of a tile are multiplied by.
+  // e4m3: what values are multiplied by.
   __device__ __forceinline__ float v_scale(const FwdSm90Tile& t) const {
     if constexpr (!C::e4m3) return 1.f;
-    const auto& pages = static_cast<const FwdSm90PagedParams&>(p);
-    if (pages.v_scale == nullptr) return pages.v_scale_number;
-    return pages.v_scale_number * __ldg(pages.v_scale + t.batch * pages.stride_v_scale_batch +
-                                        t.kv_head * pages.stride_v_scale_head);
+    return pages().v_scale_number *
+           scale_of(pages().v_scale, t, pages().stride_v_scale_batch, pages().stride_v_scale_head);
   }
 
   // What `out` is to be multiplied by, for both rows of the thread; writes lse. `row` is the first
@@ -265,7 +292,9 @@ struct FwdSm90Warpgroup {
   // Two neighbours of `out`, finished.
   __device__ __forceinline__ unsigned packed_out(int ot, int half, const float (&factor)[2]) const {
     const float* pair = &out[0][ot][2 * half];
-    return Element::pack(pair[0] * factor[half], pair[1] * factor[half]);
+    const float left = pair[0] * factor[half], right = pair[1] * factor[half];
+    if (C::e4m3 && pages().q_bf16 != 0) return bf16::pack(left, right);
+    return Element::pack(left, right);
   }
 
   // Leaves `out` in the place of q, for a tensor copy.

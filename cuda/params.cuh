@@ -94,6 +94,7 @@ struct FwdSm90PagedParams : FwdSm90Params {
   int stride_v_scale_head;
   float k_scale_number;
   float v_scale_number;
+  int q_bf16;
 };
 
 // Attention of queries, the last tokens of their sequences, over a paged cache. Whatever the

@@ -79,13 +79,13 @@ struct AnySoftCap {
 };
 
 // Products s (rows of a warp) x (keys) in mma accumulator layout (mask.cuh) become scores in log2
-// units: softcap or `scale`, then ALiBi with the slope `slope_log2`; the diagonal of row i is key
+// units: softcap or scale, then ALiBi with the slope `slope_log2`; the diagonal of row i is key
 // i + k_minus_q. All is rounded as written: what ptxas fuses differs between the copies of a step,
 // and a score's bits must not depend on whether its key tile has a mask.
 template <int kParts = 1, int kMTiles, int kNTiles>
 __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], const FwdParams& p,
-                                              float scale, float slope_log2, int k_minus_q,
-                                              int warp_row, int first_key, int lane) {
+                                              float slope_log2, int k_minus_q, int warp_row,
+                                              int first_key, int lane) {
   const auto each = [&](const auto& modified) {
 #pragma unroll
     for (int i = 0; i < 4 * kMTiles * kNTiles; ++i) {
@@ -94,6 +94,7 @@ __device__ __forceinline__ void modify_scores(float (&s)[kMTiles][kNTiles][4], c
     }
   };
   // A branch for all scores, not one each: those take longer, also to compile.
+  float scale = p.scale_log2;
   if (p.softcap_log2 > 0.f) {
     const SoftCap capped(p.softcap_log2, scale);
     float top = 0.f;

@@ -160,12 +160,14 @@ struct OnlineSoftmax {
       for (int i = 0; i < 2 * kMTiles; ++i) alpha[i / 2][i % 2] = largest(s, i / 2, i % 2);
     }
   }
-  template <bool kSettle, class Score>
-  __device__ __forceinline__ void raise_maxima(float (&alpha)[kMTiles][2], const Score& score) {
+  // `score_of(half)` is that of a row.
+  template <bool kSettle, class ScoreOf>
+  __device__ __forceinline__ void raise_maxima(float (&alpha)[kMTiles][2],
+                                               const ScoreOf& score_of) {
     bool negative = false;
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
-      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], score);
+      alpha[i / 2][i % 2] = raise_max(i / 2, i % 2, alpha[i / 2][i % 2], score_of(i % 2));
       negative |= max[i / 2][i % 2] < 0.f;
     }
     if (kSettle && !settled) settled = !__any_sync(0xffffffffu, negative);

@@ -8,10 +8,6 @@
 struct alignas(2) bf16 {
   unsigned short bits;
 
-  // A pair of halves whose numbers it has, as one of an 8-bit cache.
-  static __device__ __forceinline__ unsigned of_halves(unsigned halves) {
-    return pack(ptx::cvt_f32_f16(halves & 0xffff), ptx::cvt_f32_f16(halves >> 16));
-  }
   static __device__ __forceinline__ unsigned pack(float lo, float hi) {
     return ptx::cvt_bf16x2(lo, hi);
   }
@@ -24,7 +20,6 @@ struct alignas(2) bf16 {
 struct alignas(2) fp16 {
   unsigned short bits;
 
-  static __device__ __forceinline__ unsigned of_halves(unsigned halves) { return halves; }
   static __device__ __forceinline__ unsigned pack(float lo, float hi) {
     return ptx::cvt_f16x2(lo, hi);
   }
@@ -149,6 +144,31 @@ __device__ __forceinline__ T from_float(float x) {
   } else {
     return {static_cast<unsigned char>(T::narrow(x, 0.f))};
   }
+}
+
+// A row of q on its way to halves, the type of products with an 8-bit cache: the largest element
+// gets the exponent 14, since the range of bf16 is not that of halves.
+struct Raise {
+  float factor, inverse;
+
+  __device__ __forceinline__ explicit Raise(float largest) {
+    const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+    const int raise = min(max(14 - exponent, -120), 120);
+    factor = __uint_as_float(static_cast<unsigned>(127 + raise) << 23);
+    inverse = __uint_as_float(static_cast<unsigned>(127 - raise) << 23);
+  }
+};
+// Two elements of q, bf16 or halves.
+__device__ __forceinline__ float2 pair_of(unsigned two, bool q_bf16) {
+  const auto low = static_cast<unsigned short>(two), high = static_cast<unsigned short>(two >> 16);
+  return q_bf16 ? make_float2(to_float(bf16{low}), to_float(bf16{high}))
+                : make_float2(to_float(fp16{low}), to_float(fp16{high}));
+}
+__device__ __forceinline__ float larger(float largest, float2 pair) {
+  return fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+}
+__device__ __forceinline__ unsigned raised(float2 pair, float factor) {
+  return fp16::pack(pair.x * factor, pair.y * factor);
 }
 
 constexpr float kLog2e = 1.4426950408889634f;

@@ -59,6 +59,7 @@ def scalars_of(
         "page_rows": 0 if xmajor else rows_apart(specs.v),
         **scale_strides("k_scale", arrays["k_scale"].spec),
         **scale_strides("v_scale", arrays["v_scale"].spec),
+        "q_bf16": int(problem.dtype == "bfloat16"),
         "k_scale_number": numbers[0],
         "v_scale_number": numbers[1],
         "new_k": new_k,

@@ -118,25 +118,27 @@ class FwdSm90:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.consumers + 1)
+        return 128 * (self.consumers + 1 + self.e4m3)
 
     @property
     def producer_registers(self) -> int:
-        """A thread; the sum over the block is what it is launched with."""
+        """A thread, of those that widen too; the sum over the block is what it is launched with."""
         return {1: 56, 2: 40, 3: 32}[self.consumers]
 
     @property
     def consumer_registers(self) -> int:
-        return {1: 200, 2: 232, 3: 160}[self.consumers]
+        return 216 if self.e4m3 else {1: 200, 2: 232, 3: 160}[self.consumers]
 
     @property
     def smem_bytes(self) -> int:
-        """sizeof(FwdSm90Smem<Config>): tiles, barriers, and descriptions of query tiles."""
+        """sizeof(FwdSm90Smem<Config>): tiles, barriers, and descriptions of query tiles; bytes, and
+        barriers of theirs.
+        """
         q = self.q_buffers * self.block_m * max(self.head_dim, self.value_dim)
         kv = self.stages * self.block_n * (self.head_dim + self.value_dim)
         barriers = 3 * self.q_buffers * self.consumers + 4 * self.stages + 2
         tile = 56 if self.split else 44
-        narrow = 2 * self.block_n * (self.head_dim + self.value_dim) + 32 if self.e4m3 else 0
+        narrow = 2 * self.block_n * (self.head_dim + self.value_dim) + 64 if self.e4m3 else 0
         return sum(-(-n // 1024) * 1024 for n in (2 * (q + kv) + 8 * barriers + tile, narrow))
 
     @property

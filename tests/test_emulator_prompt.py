@@ -105,7 +105,8 @@ CASES = {
     ),
     "e4m3, all scores": PagedCase(
         **{**COMMON, "dtype": "bfloat16"}, q_lens=(9, 9), k_lens=(150, 33), page=32, softcap=5.0,
-        alibi=True, sink=True, cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True, causal=True,
+        alibi=True, sink=True, cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True,
+        causal=True,
     ),
     "e4m3, padded heads": PagedCase(
         **{**COMMON, "head_dim": 80}, q_lens=(3, 70), k_lens=(140, 9), value_dim=112, packed=True,

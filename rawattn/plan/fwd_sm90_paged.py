@@ -25,10 +25,10 @@ TILES = (
 )
 # Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
 XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256_SHORT)
-# Of caches of e4m3. Bytes take the place of a second buffer for q, and its registers are needed.
+# Of caches of e4m3: bytes take the place of a second buffer for q, and more threads its registers.
 E4M3 = "float8_e4m3fn"
 E4M3_TILES = tuple(
-    replace(tile, consumers=2, q_registers=True, q_buffers=1, e4m3=True)
+    replace(tile, element="fp16", consumers=2, q_registers=False, q_buffers=1, e4m3=True)
     for tile in (fwd_sm90.D64, fwd_sm90.D128)
 )
 # What so many rows of a KV head take a block of decode_sm90, which has 64, or of decode_split, as a
@@ -83,9 +83,9 @@ def _of_xmajor(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
 
 
 def _of_e4m3(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
-    """The same with all steps and windows, or none: few configs."""
+    """The same with all steps and windows, or none: few configs. Products are of halves."""
     features = rows.window or rows.scores or rows.softcap
-    return replace(tile, element=rows.element, window=features, scores=features)
+    return replace(tile, window=features, scores=features)
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
