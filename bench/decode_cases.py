@@ -124,6 +124,9 @@ def _prompt_cases() -> Iterator[Case]:
     for size in (64, 128, 256):
         yield decode(4, 4096, queries=512, size=size, layout=CacheLayout.X_MAJOR)
     yield decode(1, 8192, queries=2048, layout=CacheLayout.X_MAJOR)
+    for size in (64, 128):
+        yield decode(4, 4096, queries=512, size=size, fp8=True)
+    yield decode(1, 8192, queries=2048, fp8=True)
 
 
 def merge(tokens: int, dtype: str) -> Case:

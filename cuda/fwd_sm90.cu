@@ -40,6 +40,7 @@ using TileOf = typename FwdSm90Work<C>::Tile;
 template <class C>
 struct FwdSm90Smem {
   using Warpgroup = FwdSm90Warpgroup<C>;
+  static constexpr int kFillers = C::e4m3 ? 2 : 1;  // that arrive where a tile of K or V is full
   typename Warpgroup::Q q[C::q_buffers][C::consumers];  // also out, on its way
   typename Warpgroup::K k[C::stages];
   typename Warpgroup::V v[C::stages];
@@ -49,8 +50,6 @@ struct FwdSm90Smem {
   RingBarriers<C::stages> v_ring;
   RingBarriers<kTileSlots> tile_ring;
   TileOf<C> tile[kTileSlots];
-
-  static constexpr int kFillers = C::e4m3 ? 2 : 1;  // that arrive where a tile of K or V is full
 
   // One thread. `readers` of those that copy release descriptions of tiles.
   __device__ __forceinline__ void init(int readers) {
@@ -356,7 +355,8 @@ struct FwdSm90Consumer {
   __device__ __forceinline__ void take_query(const FwdSm90Tile& of) {
     wait(smem.q_ring[index].full[q.slot], q.parity);
     if constexpr (C::e4m3) {
-      group.halve_query(smem.q[q.slot][index], of);
+      const int row = Warpgroup::warp_row() + Warpgroup::lane() / 4;
+      group.halves.halve(group.pages(), smem.q[q.slot][index], row, of);
       ptx::bar_sync(kGroup + index, 128);
     }
     group.take_query(smem.q[q.slot][index]);

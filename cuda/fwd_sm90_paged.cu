@@ -8,8 +8,8 @@
 //   of a sequence there are zeros, whatever its page holds, and page ids are not read.
 // `xmajor`: keys and values come in the order of vLLM's cache, which wgmma reads as it is
 //   (tile_xmajor_sm90.cuh).
-// `e4m3`: copies bring bytes to places of their own, and one more warpgroup widens them to the tiles
-//   that products read (fwd_sm90_widen.cuh).
+// `e4m3`: copies bring bytes to places of their own, and one more warpgroup widens them to halves,
+//   in the tiles that products read (fwd_sm90_widen.cuh); q becomes halves too.
 #include "fwd_sm90_widen.cuh"
 
 // What copies fill, and empty again who takes it from there.

@@ -3,6 +3,7 @@
 // keys. Who brings the tiles, and when, is the kernel's business.
 #pragma once
 
+#include "fwd_sm90_halves.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 #include "pipeline_sm90.cuh"
@@ -10,21 +11,6 @@
 #include "softmax.cuh"
 #include "tile_xmajor_sm90.cuh"
 #include "types.cuh"
-
-// One query tile of a block: `rows` of a sequence, and the key tiles that they see.
-struct FwdSm90Tile {
-  int row;    // first query row, counted from the start of its sequence
-  int first;  // key tiles [first, last), walked from the last; none: there is no query tile
-  int last;
-  int q_len;
-  int k_len;
-  int q_head;
-  int kv_head;
-  int batch;
-  int q_first;  // row of q and out at which the sequence starts, 0 unless packed
-  int k_first;  // the same of k and v
-  int v_first;  // and where v_map is ragged, in which a batch is a number of rows
-};
 
 template <class C>
 struct FwdSm90Warpgroup {
@@ -48,7 +34,7 @@ struct FwdSm90Warpgroup {
   unsigned operand[C::block_n / 16][4];  // probabilities as A operand, 16 keys each
   float alpha[1][2];                     // what `out` is to be multiplied by
   OnlineSoftmax<1> softmax;
-  float row_scale[2];  // e4m3: what products of the thread's rows are multiplied by
+  FwdSm90Halves<C> halves;  // e4m3
 
   __device__ __forceinline__ explicit FwdSm90Warpgroup(const FwdSm90Params& params) : p(params) {}
 
@@ -82,45 +68,9 @@ struct FwdSm90Warpgroup {
     }
   }
 
-  // e4m3: q becomes halves in its place, each row raised (types.cuh), and takes the sign of what
-  // multiplies keys; `row_scale`, the rest of that and what Raise divides by.
-  __device__ __forceinline__ void halve_query(Q& q, const FwdSm90Tile& t) {
-    const float of_keys =
-        pages().k_scale_number *
-        scale_of(pages().k_scale, t, pages().stride_k_scale_batch, pages().stride_k_scale_head);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_row() + lane() / 4 + 8 * half;
-      unsigned x[C::head_dim / 8];  // of four lanes that share the row
-      float largest = 0.f;
-#pragma unroll
-      for (int i = 0; i < C::head_dim / 32; ++i) {
-        const uint4 unit = *q.unit(row, 32 * i + lane() % 4 * 8);
-        x[4 * i] = unit.x, x[4 * i + 1] = unit.y, x[4 * i + 2] = unit.z, x[4 * i + 3] = unit.w;
-      }
-#pragma unroll
-      for (const unsigned two : x) largest = larger(largest, pair_of(two, pages().q_bf16 != 0));
-      const Raise raise(quad_max(largest));
-      const float factor = of_keys < 0.f ? -raise.factor : raise.factor;
-#pragma unroll
-      for (unsigned& two : x) two = raised(pair_of(two, pages().q_bf16 != 0), factor);
-#pragma unroll
-      for (int i = 0; i < C::head_dim / 32; ++i) {
-        *q.unit(row, 32 * i + lane() % 4 * 8) =
-            make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-      }
-      row_scale[half] = raise.inverse * fabsf(of_keys);
-    }
-    ptx::fence_proxy_async();
-  }
+  // e4m3: what FwdSm90Halves asks for.
   __device__ __forceinline__ const FwdSm90PagedParams& pages() const {
     return static_cast<const FwdSm90PagedParams&>(p);
-  }
-  // Of keys or values; 1 where there is none on the device.
-  static __device__ __forceinline__ float scale_of(const float* scales, const FwdSm90Tile& t,
-                                                   int stride_batch, int stride_head) {
-    return scales == nullptr ? 1.f
-                             : __ldg(scales + t.batch * stride_batch + t.kv_head * stride_head);
   }
 
   // Starts s = q k^T.
@@ -184,10 +134,7 @@ struct FwdSm90Warpgroup {
       cap(s, mask);
       return;
     }
-    if constexpr (C::scores && C::e4m3) {
-#pragma unroll
-      for (int i = 0; i < C::block_n / 2; ++i) flat(s)[i] *= row_scale[i / 2 % 2];
-    }
+    if constexpr (C::scores && C::e4m3) halves.scale(s);
     if constexpr (C::scores) {
       modify_scores<K::kParts>(s, p, slope_log2, t.k_len - t.q_len, warp_first, first_key, lane());
     }
@@ -228,7 +175,7 @@ struct FwdSm90Warpgroup {
   }
   // What makes scores of products of one of the thread's rows.
   __device__ __forceinline__ Scaled scaled(int half) const {
-    const float of_row = C::e4m3 ? p.scale_log2 * row_scale[half] : p.scale_log2;
+    const float of_row = C::e4m3 ? p.scale_log2 * halves.row_scale[half] : p.scale_log2;
     return {C::scores ? 1.f : of_row};
   }
   __device__ __forceinline__ void score_rest(Scores& s) {
@@ -264,13 +211,6 @@ struct FwdSm90Warpgroup {
     return to_log2(p.alibi_slopes[t.batch * p.stride_alibi_batch + t.q_head]);
   }
 
-  // e4m3: what values are multiplied by.
-  __device__ __forceinline__ float v_scale(const FwdSm90Tile& t) const {
-    if constexpr (!C::e4m3) return 1.f;
-    return pages().v_scale_number *
-           scale_of(pages().v_scale, t, pages().stride_v_scale_batch, pages().stride_v_scale_head);
-  }
-
   // What `out` is to be multiplied by, for both rows of the thread; writes lse. `row` is the first
   // of the warpgroup's, in the sequence.
   __device__ __forceinline__ void finish(float (&factor)[2], const FwdSm90Tile& t, int row) {
@@ -283,7 +223,8 @@ struct FwdSm90Warpgroup {
       const int thread_row = row + warp_row() + 8 * half + lane() / 4;
       softmax.sum[0][half] = quad_sum(softmax.sum[0][half]);
       const FinishedRow end = softmax.finish(0, half, sink_log2);
-      factor[half] = end.factor() * v_scale(t);
+      factor[half] = end.factor();
+      if (C::e4m3) factor[half] *= FwdSm90Halves<C>::v_scale(pages(), t);
       const float row_lse = end.lse();
       if (lse != nullptr && lane() % 4 == 0 && thread_row < t.q_len) lse[thread_row] = row_lse;
     }

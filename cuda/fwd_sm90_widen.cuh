@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Caches of e4m3 for fwd_sm90_paged: one more warpgroup widens the bytes that copies bring to halves,
-// in the tiles that products read.
+// Caches of e4m3 for fwd_sm90_paged: one more warpgroup widens the bytes that copies bring to
+// halves, in the tiles that products read.
 #pragma once
 
 #include "fwd_sm90.cu"

@@ -108,6 +108,12 @@ CASES = {
         alibi=True, sink=True, cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True,
         causal=True,
     ),
+    "e4m3, a scale of 0": PagedCase(
+        **COMMON, q_lens=(20,), k_lens=(70,), cache_dtype="float8_e4m3fn", scale=0.0, causal=True
+    ),
+    "e4m3, turned scores": PagedCase(
+        **COMMON, q_lens=(20,), k_lens=(70,), cache_dtype="float8_e4m3fn", scale=-0.3
+    ),
     "e4m3, padded heads": PagedCase(
         **{**COMMON, "head_dim": 80}, q_lens=(3, 70), k_lens=(140, 9), value_dim=112, packed=True,
         cache_dtype="float8_e4m3fn",

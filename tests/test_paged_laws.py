@@ -27,7 +27,7 @@ from tools.emulator.api import paged_emulator_op
 
 PROMPTS = PagedLimits(
     dtypes=("float16", "bfloat16"),
-    cache_dtypes=("same",),
+    cache_dtypes=("same", "float8_e4m3fn"),
     pages=(1, 16, 32, 48, 64, 128, 256, 544),
     tables=("block_table", "rows"),
     leftpad=(False,),

@@ -11,7 +11,7 @@ import pytest
 
 import rawattn
 from rawattn.device import Device
-from rawattn.paged_problem import PageTable, Scale
+from rawattn.paged_problem import PageTable
 from rawattn.plan.paged import LONGER, plan
 from rawattn.problem import CacheLayout, Mask, Rows, Scores, Unsupported
 from tests.problems import decode_problem
@@ -75,6 +75,23 @@ def test_the_faster_one_is_chosen_of_other_caches(
     assert plan(problem, H200).backend == backend
 
 
+@pytest.mark.parametrize(
+    ("batch", "queries", "backend"),
+    [(32, 16, "decode_split"), (32, 64, "fwd_sm90_paged"), (4, 512, "fwd_sm90_paged")],
+)
+def test_the_faster_one_is_chosen_of_e4m3(batch: int, queries: int, backend: str) -> None:
+    """As measured."""
+    problem = decode_problem(
+        batch=batch, max_q=queries, max_k=4096, cache_dtype="float8_e4m3fn", mask=CAUSAL
+    )
+    made = plan(problem, H200)
+    assert made.backend == backend
+    (forced,) = plan(problem, H200, "fwd_sm90_paged").launches
+    assert forced.config.e4m3 and not forced.config.scores
+    boxes = {m.field: (m.box, m.swizzle) for m in forced.maps}
+    assert boxes["k_map"] == ((128, 16, 1, 1), 0) and boxes["v_map"] == ((128, 16, 1), 0)
+
+
 def test_an_x_major_cache_is_read_as_it_lies() -> None:
     problem = decode_problem(
         batch=4, max_q=512, max_k=4096, layout=CacheLayout.X_MAJOR, page=32, mask=CAUSAL
@@ -99,7 +116,10 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"cache_dtype": "float8_e4m3fn"}, "a cache of float8_e4m3fn"),
+        ({"cache_dtype": "float8_e5m2"}, "a cache of float8_e5m2"),
+        ({"cache_dtype": "int8"}, "a cache of int8"),
+        ({"cache_dtype": "float8_e4m3fn", "layout": CacheLayout.X_MAJOR}, "takes NHD and HND"),
+        ({"cache_dtype": "float8_e4m3fn", "head_dim": 192}, "head_dim=192"),
         ({"layout": CacheLayout.X_MAJOR, "page": 8}, "pages of 8 tokens"),
         ({"layout": CacheLayout.X_MAJOR, "page": 40, "max_k": 40}, "pages of 40 tokens"),
         ({"page": 24}, "pages of 24 tokens: takes multiples of 16"),
@@ -107,7 +127,6 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
         ({"leftpad": True}, "takes pages of a block table"),
         ({"tree": True}, "no trees of drafts"),
         ({"split": 64}, "no fixed split"),
-        ({"k_scale": Scale.NUMBER}, "takes none"),
         ({"head_dim": 300}, "takes up to 256"),
         ({"copy_bytes": 8}, "16-byte aligned"),
         ({"tma": False}, "a tensor map can describe"),
