@@ -127,6 +127,7 @@ def _prompt_cases() -> Iterator[Case]:
     for size in (64, 128):
         yield decode(4, 4096, queries=512, size=size, fp8=True)
     yield decode(1, 8192, queries=2048, fp8=True)
+    yield decode(4, 4096, queries=512, layout=CacheLayout.X_MAJOR, fp8=True)
 
 
 def merge(tokens: int, dtype: str) -> Case:

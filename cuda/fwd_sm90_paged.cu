@@ -85,7 +85,7 @@ struct FwdSm90PagedCopies {
         if (n == draw_at) release_tile(smem, tiles);
         const Box now = next;
         if (n > t.first) next = box(t, n - 1);
-        if constexpr (kValues && C::xmajor) {
+        if constexpr (kValues && C::xmajor && !C::e4m3) {
           load_xmajor_v(t, now);
         } else if constexpr (kValues) {
           load_v(t, now);
@@ -126,13 +126,17 @@ struct FwdSm90PagedCopies {
   __device__ __forceinline__ void load_v(const FwdSm90Tile& t, const Box& box) {
     const auto& slot = Places::v(smem)[ring.slot];
     const unsigned full = expect(Places::v_ring(smem), ring, sizeof(slot));
-    if (lane() < kBoxes) {
+    if constexpr (C::xmajor) {  // who widens it, cuts it
+      if (lane() < kBoxes) {
+        slot.load(p.v_map, full, box.token, t.kv_head, box.page, kBox * lane());
+      }
+    } else if (lane() < kBoxes) {
       const int first = max(box.page, 0) * p.page_rows + box.token;
       slot.load_ragged(p.v_map, full, 0, t.kv_head, first, box.valid, kBox * lane());
     }
     ring.advance();
   }
-  // x-major. Only the box in which the sequence ends is cut.
+  // x-major, 16 bits. Only the box in which the sequence ends is cut.
   __device__ __forceinline__ void load_xmajor_v(const FwdSm90Tile& t, const Box& box) {
     auto& slot = smem.v[ring.slot];
     const bool cut = box.valid % kBox != 0;

@@ -16,7 +16,7 @@ template <class C>
 struct FwdSm90Warpgroup {
   using Element = typename C::Element;
   using Q = SwizzledTile<64, (C::head_dim > C::value_dim ? C::head_dim : C::value_dim)>;
-  using K = typename CacheTiles<C::xmajor, C::block_n, C::head_dim>::Keys;
+  using K = typename CacheTiles<C::xmajor && !C::e4m3, C::block_n, C::head_dim>::Keys;
   using V = typename CacheTiles<C::xmajor, C::block_n, C::value_dim>::Values;
   using Scores = float[1][C::block_n / 8][4];  // 64 x block_n, then probabilities
   static constexpr ptx::WgmmaType kType = kWgmmaType<Element>;

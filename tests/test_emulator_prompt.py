@@ -108,6 +108,19 @@ CASES = {
         alibi=True, sink=True, cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True,
         causal=True,
     ),
+    "e4m3, x-major": PagedCase(
+        **COMMON, q_lens=(200, 200), k_lens=(301, 200), cache_dtype="float8_e4m3fn",
+        layout="x-major", scales="tensor", causal=True,
+    ),
+    "e4m3, x-major, pages of 48": PagedCase(
+        **{**COMMON, "dtype": "bfloat16", "head_dim": 128}, q_lens=(130, 3, 70),
+        k_lens=(263, 130, 0), packed=True, layout="x-major", page=48, cache_dtype="float8_e4m3fn",
+        scales="heads", window=(70, 3), sink=True,
+    ),
+    "e4m3, x-major, padded heads": PagedCase(
+        **{**COMMON, "head_dim": 80}, q_lens=(3, 70), k_lens=(140, 9), value_dim=112, packed=True,
+        cache_dtype="float8_e4m3fn", layout="x-major",
+    ),
     "e4m3, a scale of 0": PagedCase(
         **COMMON, q_lens=(20,), k_lens=(70,), cache_dtype="float8_e4m3fn", scale=0.0, causal=True
     ),

@@ -118,7 +118,6 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
     [
         ({"cache_dtype": "float8_e5m2"}, "a cache of float8_e5m2"),
         ({"cache_dtype": "int8"}, "a cache of int8"),
-        ({"cache_dtype": "float8_e4m3fn", "layout": CacheLayout.X_MAJOR}, "takes NHD and HND"),
         ({"cache_dtype": "float8_e4m3fn", "head_dim": 192}, "head_dim=192"),
         ({"layout": CacheLayout.X_MAJOR, "page": 8}, "pages of 8 tokens"),
         ({"layout": CacheLayout.X_MAJOR, "page": 40, "max_k": 40}, "pages of 40 tokens"),

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.paged_problem import PagedProblem, PageTable
+from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable
 from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
-from rawattn.plan.decode_maps import xmajor_tiles
+from rawattn.plan.decode_maps import xmajor_maps
 from rawattn.plan.decode_sm90 import BOX
 from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
@@ -73,32 +73,29 @@ def _xmajor(p: PagedProblem) -> bool:
 
 
 def _config(p: PagedProblem, tile: FwdSm90) -> FwdSm90:
-    config = fwd_sm90.config_of(twin(p), tile)
-    return (
-        _of_e4m3(tile, config) if tile.e4m3 else _of_xmajor(tile, config) if _xmajor(p) else config
-    )
+    return _of_pages(tile, fwd_sm90.config_of(twin(p), tile), _xmajor(p))
 
 
-def _of_xmajor(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
-    """A tile in the form that it has for rows, but that a softcap is a step of scores."""
+def _of_pages(tile: FwdSm90, rows: FwdSm90, xmajor: bool) -> FwdSm90:
+    """A tile in its form over rows. There are few for other caches: a softcap is a step of scores;
+    of e4m3, whose products are of halves, all steps and windows are compiled in, or none.
+    """
     scores = rows.scores or rows.softcap
-    return replace(tile, element=rows.element, window=rows.window, scores=scores, xmajor=True)
-
-
-def _of_e4m3(tile: FwdSm90, rows: FwdSm90) -> FwdSm90:
-    """The same with all steps and windows, or none: few configs. Products are of halves."""
-    features = rows.window or rows.scores or rows.softcap
-    return replace(tile, window=features, scores=features)
+    if tile.e4m3:
+        features = rows.window or scores
+        return replace(tile, window=features, scores=features, xmajor=xmajor)
+    if xmajor:
+        return replace(tile, element=rows.element, window=rows.window, scores=scores, xmajor=True)
+    return rows
 
 
 def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config that `launches` can choose on `arch`."""
-    for tile in TILES:
-        yield from fwd_sm90.forms(tile)
-    for tile in XMAJOR_TILES:
-        yield from dict.fromkeys(_of_xmajor(tile, rows) for rows in fwd_sm90.forms(tile))
-    for tile in E4M3_TILES:
-        yield from dict.fromkeys(_of_e4m3(tile, rows) for rows in fwd_sm90.forms(tile))
+    kinds = (TILES, False), (XMAJOR_TILES, True), (E4M3_TILES, False), (E4M3_TILES, True)
+    for tiles, xmajor in kinds:
+        for tile in tiles:
+            forms = fwd_sm90.forms(tile)
+            yield from dict.fromkeys(_of_pages(tile, rows, xmajor) for rows in forms)
 
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
@@ -107,8 +104,6 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS or p.cache_dtype not in (p.dtype, E4M3):
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes its own type, or {E4M3}"
-    if p.quantized and _xmajor(p):
-        return f"an x-major cache of {p.cache_dtype}: takes NHD and HND"
     if p.page % BOX and (_xmajor(p) or p.max_k > p.page):  # copies cross no page
         return f"pages of {p.page} tokens: takes multiples of {BOX}"
     if p.table is not PageTable.DENSE or p.leftpad:
@@ -153,7 +148,9 @@ def _maps(p: PagedProblem, tile: FwdSm90) -> tuple[TensorMap, ...]:
     sequence does.
     """
     if _xmajor(p):
-        return xmajor_tiles(p.page, tile.head_dim, tile.value_dim, ("k", "v"))
+        x = 16 // ITEMSIZES[p.cache_dtype]
+        dims = tile.head_dim, tile.value_dim
+        return xmajor_maps(p.page, x, dims, ("k", "v"), wgmma=not tile.e4m3)
     keys = fwd_sm90.chunks("k", tile.head_dim, BOX)
     values = fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
     if tile.e4m3:  # rows as they lie
