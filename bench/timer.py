@@ -10,10 +10,10 @@ What a launch takes depends on what ran before it: whether its code is still in 
 clock the power of that has left, and whether it is the first after the wait. So each timed launch
 follows one of its own that is not timed, a round begins with one that does not count, and in as
 many rounds as there are candidates, each is once in each place, in two times as many equally often
-behind each other. Medians of one case then repeat within 2 % at 10 us and 0.5 % at 0.1 ms, where
-rotating the order gave 5 % and 4 % (H200, results/nvidia-h200/tuning/timer.csv). Launches of 50 ms
-repeat within 0.5 % alone, and within 5 % where some follow one that draws less power
-(tuning/long-launches.csv).
+behind each other, but for the first of a round, which follows itself. Medians of one case then
+repeat within 2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
+results/nvidia-h200/tuning/timer.csv). Launches of 50 ms repeat within 0.5 % alone, and within 5 %
+where some follow one that draws less power (tuning/long-launches.csv).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def interleave(
         stream.wait(wait)
         gate = stream.record()
         events = {}
-        for name in (order[-1], *order):  # what is timed twice counts the second time
+        for name in (order[0], *order):  # what is timed twice counts the second time
             runs[name]()
             if before is not None:
                 before()

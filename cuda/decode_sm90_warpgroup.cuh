@@ -90,7 +90,7 @@ struct DecodeSm90Warpgroup {
     unsigned operand[kSteps][4];
 #pragma unroll
     for (int i = 0; i < C::unit / 4; ++i) {
-      const int tile = Keys::kParts == 1 ? i / 2 : i / 4 + i / 2 % 2 * kSteps;
+      const int tile = tile_of<Keys::kParts, C::unit / 8>(i / 2);
       const float* pair = &s[0][tile][i % 2 * 2];
       operand[i / 4][i % 4] = Element::pack(pair[0], pair[1]);
     }

@@ -12,7 +12,9 @@
 
 template <class C>
 struct FwdSm90Halves {
-  float row_scale[2];  // what products of the thread's rows are multiplied by
+  // What products of the thread's rows are multiplied by: all of it, in log2 units, where there are
+  // no other steps.
+  float row_scale[2];
 
   // q of a tile becomes halves in its place, each row raised (types.cuh), and takes the sign of
   // what multiplies keys, or its zero; row_scale, the rest of that and what Raise divides by. Four
@@ -45,6 +47,8 @@ struct FwdSm90Halves {
         *unit(i) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
       }
       row_scale[half] = raise.inverse * (of_keys == 0.f ? 1.f : fabsf(of_keys));
+      // Not 0, by which a hidden key's -inf would be NaN; products are below 2^31.
+      if constexpr (!C::scores) row_scale[half] = fmaxf(p.scale_log2 * row_scale[half], 1e-30f);
     }
     ptx::fence_proxy_async();
   }

@@ -175,7 +175,7 @@ struct FwdSm90Warpgroup {
   }
   // What makes scores of products of one of the thread's rows.
   __device__ __forceinline__ Scaled scaled(int half) const {
-    const float of_row = C::e4m3 ? p.scale_log2 * halves.row_scale[half] : p.scale_log2;
+    const float of_row = C::e4m3 ? halves.row_scale[half] : p.scale_log2;
     return {C::scores ? 1.f : of_row};
   }
   __device__ __forceinline__ void score_rest(Scores& s) {
@@ -194,12 +194,11 @@ struct FwdSm90Warpgroup {
   // The A operand of 16 keys: probabilities, in accumulator layout, are only renamed. Their two
   // tiles are neighbours, or each in another product.
   __device__ __forceinline__ void pack(const Scores& s) {
-    constexpr int kSteps = C::block_n / 16;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < C::block_n / 16; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int tile = K::kParts == 1 ? 2 * step + i / 2 : step + i / 2 * kSteps;
+        const int tile = tile_of<K::kParts, C::block_n / 8>(2 * step + i / 2);
         const float* pair = &s[0][tile][2 * (i % 2)];
         operand[step][i] = Element::pack(pair[0], pair[1]);
       }

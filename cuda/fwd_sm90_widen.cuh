@@ -12,8 +12,8 @@ __device__ __forceinline__ uint4 widened(unsigned low, unsigned high) {
 }
 
 // ---- Bytes of a tile, as a page has them ----
-// `load` is that of SwizzledTile; `widen` is for one of kShares warps, with the tokens of the tile
-// that the sequence has. 16 elements at a time, so that 8 lanes meet all banks.
+// `load` brings a box, to the rows from `to` on; `widen` is for one of kShares warps, with the
+// tokens of the tile that the sequence has. 16 elements at a time, so that 8 lanes meet all banks.
 
 // NHD, HND: a token a row, zeros behind the end of the sequence.
 template <int kRows, int kCols>
@@ -53,8 +53,7 @@ struct alignas(128) XMajorKeyBytes {
 
   __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int token,
                                        int head, int page, int to) const {
-    ptx::tma_load_5d(ptx::shared_address(data[to / kBoxTokens]), &map, barrier, 16 * token, 0, head,
-                     page, 0);
+    load_key_box<16>(data[to / kBoxTokens], map, barrier, token, head, page);
   }
   template <int kShares>
   __device__ __forceinline__ void widen(SwizzledTile<kRows, kCols>& to, int share, int) const {
@@ -77,8 +76,7 @@ struct alignas(128) XMajorValueBytes {
 
   __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int token,
                                        int head, int page, int to) const {
-    ptx::tma_load_4d(ptx::shared_address(data[to / kBoxTokens]), &map, barrier, token, 0, head,
-                     page);
+    load_value_box(data[to / kBoxTokens], map, barrier, token, head, page);
   }
   template <int kShares>
   __device__ __forceinline__ void widen(XMajorValues<kRows, kCols>& to, int share,

@@ -79,7 +79,7 @@ struct FwdSm90Params : FwdParams {
 
 // fwd_sm90_paged: k and v are a cache of pages, which stand where sequences did in shapes, strides
 // and maps; boxes of k_map and v_map are 16 tokens. x-major: stride_v_row is 1, columns of v are
-// `page` apart, and maps are those of decode_sm90.
+// `page` apart, and maps are those of decode_sm90, of e4m3 of decode_split.
 struct FwdSm90PagedParams : FwdSm90Params {
   const int* block_table;  // [batch, max_blocks] pages of each sequence
   long long stride_table;

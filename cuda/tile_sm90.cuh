@@ -27,6 +27,12 @@ __device__ __forceinline__ float (&flat_part(float (&x)[1][kTiles][4],
   return reinterpret_cast<float (&)[4 * kTiles / kParts]>(x[0][part * kTiles / kParts]);
 }
 
+// Which of kTiles tiles of 8 keys has the i-th 8: first_key_of of mask.cuh turned round.
+template <int kParts, int kTiles>
+__device__ __forceinline__ constexpr int tile_of(int i) {
+  return i % kParts * (kTiles / kParts) + i / kParts;
+}
+
 // Chunks of 64 columns, or 32 where 64 do not divide the tile, one after the other; in a chunk,
 // rows of 128 (64) bytes, whose 16-byte units are swizzled. Offsets of products are in units of 16
 // bytes, to be added to a descriptor.

@@ -8,6 +8,19 @@
 
 constexpr int kBoxTokens = 16;
 
+// Keys of a box, kX columns of which are 16 bytes, from `token` of a page on; zeros where there is
+// no such page. One thread; `barrier` expects the bytes.
+template <int kX>
+__device__ __forceinline__ void load_key_box(const void* to, const ptx::TensorMap& map,
+                                             unsigned barrier, int token, int head, int page) {
+  ptx::tma_load_5d(ptx::shared_address(to), &map, barrier, kX * token, 0, head, page, 0);
+}
+// The same of values.
+__device__ __forceinline__ void load_value_box(const void* to, const ptx::TensorMap& map,
+                                               unsigned barrier, int token, int head, int page) {
+  ptx::tma_load_4d(ptx::shared_address(to), &map, barrier, token, 0, head, page);
+}
+
 // A box is [kCols / 8][16 tokens][8 columns], without swizzle. wgmma wants each 8 tokens as far
 // from the next 8 throughout, but the first and the last of a box are not as far apart as boxes
 // are: so one product has the first 8 tokens of all boxes, another one the last 8.
@@ -29,12 +42,10 @@ struct alignas(1024) XMajorKeys {
     return (i * 2 * kColumnsBytes + part * 128) >> 4;
   }
 
-  // Tokens from `token` of a page on to the tile's rows from `to` on; zeros where there is no such
-  // page. One thread; `barrier` expects kBoxBytes.
+  // To the tile's rows from `to` on.
   __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int token,
                                        int head, int page, int to) const {
-    ptx::tma_load_5d(ptx::shared_address(data[to / kBoxTokens]), &map, barrier, 8 * token, 0, head,
-                     page, 0);
+    load_key_box<8>(data[to / kBoxTokens], map, barrier, token, head, page);
   }
 };
 
@@ -58,11 +69,9 @@ struct alignas(1024) XMajorValues {
     return (i * kBoxBytes) >> 4;
   }
 
-  // As XMajorKeys::load.
   __device__ __forceinline__ void load(const ptx::TensorMap& map, unsigned barrier, int token,
                                        int head, int page, int to) const {
-    ptx::tma_load_4d(ptx::shared_address(data[to / kBoxTokens]), &map, barrier, token, 0, head,
-                     page);
+    load_value_box(data[to / kBoxTokens], map, barrier, token, head, page);
   }
 
   // The place of 8 tokens in a column: the first or the last of a box.
@@ -99,7 +108,8 @@ struct alignas(1024) XMajorValues {
       const int col = i / 2, half = i % 2, tokens = valid - 8 * half;
       uint4 x = make_uint4(0, 0, 0, 0);
       if (col < cols && tokens > 0) {
-        x = __ldg(reinterpret_cast<const uint4*>(from + col * stride + 8 * half));
+        x = __ldg(
+            reinterpret_cast<const uint4*>(from + static_cast<long long>(col) * stride + 8 * half));
       }
       *place(box, col, half) = first_tokens(x, tokens);
     }

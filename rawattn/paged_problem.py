@@ -93,7 +93,8 @@ class PagedProblem:
     # a multiple of, this many bytes; 16 allows wide copies and TMA
     copy_bytes: int = 16
     # whether tensor maps can describe q, out and the caches, where copy_bytes is 16, values also as
-    # rows, a whole number of tokens from a page to the next
+    # rows, a whole number of tokens from a page to the next; those of an x-major cache always are
+    # where `in_boxes` of plan/decode_sm90.py holds
     tma: bool = True
     packed_q: int = 0  # rows of all packed queries
     # whether rotary turns each query by its own position: where a tree, a causal mask or a window,

@@ -121,6 +121,10 @@ CASES = {
         **{**COMMON, "head_dim": 80}, q_lens=(3, 70), k_lens=(140, 9), value_dim=112, packed=True,
         cache_dtype="float8_e4m3fn", layout="x-major",
     ),
+    "e4m3, x-major, few values": PagedCase(
+        **COMMON, q_lens=(20,), k_lens=(70,), value_dim=24, cache_dtype="float8_e4m3fn",
+        layout="x-major", causal=True,
+    ),
     "e4m3, a scale of 0": PagedCase(
         **COMMON, q_lens=(20,), k_lens=(70,), cache_dtype="float8_e4m3fn", scale=0.0, causal=True
     ),
@@ -142,6 +146,35 @@ def test_prompt(name: str) -> None:
     for seed in range(2):
         law_paged_matches_reference(paged_emulator_op(seed, "fwd_sm90_paged"), CASES[name])
         assert Template.launched[-1] == "fwd_sm90_paged"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "x-major"])
+def test_a_scale_that_is_nearly_0_hides_no_key_twice(layout: str) -> None:
+    """Rows of zeros, whose scale would be 0 in float32: -inf times 0 is NaN."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 20, 2, 64)).astype(np.float16)
+    q[0, 3:5] = 0
+    k, v = rng.integers(0, 100, (2, 3, 2, 64, 16), np.uint8)  # x-major values, of 16 tokens
+    caches = (
+        (k.reshape(3, 2, 4, 16, 16), v)
+        if layout == "x-major"
+        else (k.reshape(3, 16, 2, 64), v.reshape(3, 16, 2, 64))
+    )
+    call: dict[str, Any] = {
+        "cache_seqlens": np.array([40], np.int32),
+        "block_table": np.array([[2, 0, 1]], np.int32),
+        "kv_cache_dtype": "fp8",
+        "layout": layout,
+        "causal": True,
+        "softmax_scale": 1e-10,
+        "k_descale": 1e-9,
+    }
+    want = rawattn.flash_attn_with_kvcache(q, *caches, **call)
+    with emulated():
+        out = rawattn.flash_attn_with_kvcache(q, *caches, **call, backend="fwd_sm90_paged")
+    np.testing.assert_allclose(
+        out.astype(np.float32), want.astype(np.float32), atol=2e-2, rtol=2e-3
+    )
 
 
 # ---- cascades, both of whose parts it is for -----------------------------------------------------

@@ -121,6 +121,10 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
         ({"cache_dtype": "float8_e4m3fn", "head_dim": 192}, "head_dim=192"),
         ({"layout": CacheLayout.X_MAJOR, "page": 8}, "pages of 8 tokens"),
         ({"layout": CacheLayout.X_MAJOR, "page": 40, "max_k": 40}, "pages of 40 tokens"),
+        (
+            {"layout": CacheLayout.X_MAJOR, "page": 2**28, "max_k": 2**28},
+            f"pages of {2**28} tokens",
+        ),
         ({"page": 24}, "pages of 24 tokens: takes multiples of 16"),
         ({"table": PageTable.CSR}, "takes pages of a block table"),
         ({"leftpad": True}, "takes pages of a block table"),

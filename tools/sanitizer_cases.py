@@ -48,6 +48,7 @@ KERNEL_SEEDS = range(3)  # of each of tools.cases.CASES
 
 DECODE = PagedCase(q_lens=(1, 1, 1), k_lens=(700, 0, 33), q_heads=4, kv_heads=2, head_dim=128)
 X_MAJOR = dataclasses.replace(DECODE, layout="x-major")
+X_MAJOR_48 = {"layout": "x-major", "page": 48}
 E4M3 = {"cache_dtype": "float8_e4m3fn", "scales": "heads"}
 PAGED_CASES = (
     *(
@@ -73,6 +74,8 @@ PAGED_CASES = (
             {"q_lens": (9, 9, 9), "head_dim": 200, "page": 48, "layout": "x-major"},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3},
             {"q_lens": (9, 9, 9), "head_dim": 64, "value_dim": 48, "softcap": 20.0, **E4M3},
+            {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3, **X_MAJOR_48},
+            {"q_lens": (9, 9, 9), "head_dim": 64, "value_dim": 24, "layout": "x-major", **E4M3},
         )
     ),
     *(

@@ -12,7 +12,7 @@ from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan import decode_sm90, paged_v2
 from rawattn.plan.base import EIGHT_BIT, ELEMENTS, Launch, refuses_device
 from rawattn.plan.decode_maps import maps
-from rawattn.plan.decode_sm90 import BOX
+from rawattn.plan.decode_sm90 import in_boxes
 from rawattn.problem import MAX_LENGTH, CacheLayout, Rows
 from rawattn.registry import DecodeSplit
 
@@ -239,7 +239,7 @@ def _chosen(p: PagedProblem, device: Device) -> DecodeSplit:
         return _config(arch, head_dim, element=element, cache=cache, unaligned=True)
     variants = _variants(arch, head_dim, cache, xmajor)
     whole = p.head_dim == p.value_dim == head_dim
-    tma = whole and p.page % BOX == 0 and not p.leftpad
+    tma = whole and in_boxes(p) and not p.leftpad
     masked = p.mask.left >= 0 or (p.mask.right >= 0 and p.max_q > 1) or p.tree
     features = masked or p.scores.softcap or p.scores.alibi
     # A fixed split promises bits that do not depend on the longest query of the batch either.

@@ -14,13 +14,14 @@ from rawattn.registry import DecodeSplit
 
 
 def xmajor_maps(
-    page: int, x: int, dims: tuple[int, int], arrays: tuple[str, str], *, wgmma: bool = False
+    p: PagedProblem, dims: tuple[int, int], arrays: tuple[str, str], *, wgmma: bool = False
 ) -> tuple[TensorMap, TensorMap]:
     """Of keys and values of these names, in boxes of 16 tokens and all columns of tiles that have
     `dims`. `wgmma`: for cuda/tile_xmajor_sm90.cuh, a column of values a row, swizzled; else all
     columns that lie side by side, up to 256 bytes.
     """
-    columns = x if page == BOX and not wgmma else 1
+    page, x = p.page, 16 // ITEMSIZES[p.cache_dtype]
+    columns = x if page == BOX and p.value_dim % x == 0 and not wgmma else 1
     keys = TensorMap(
         field="k_map",
         array=arrays[0],
@@ -42,11 +43,10 @@ def xmajor_maps(
 
 def maps(p: PagedProblem, config: DecodeSplit | DecodeSm90) -> tuple[TensorMap, ...]:
     """Keys and values, as DecodeSplitParams says."""
-    x = 16 // ITEMSIZES[p.cache_dtype]
     arrays, sm90 = ("k_cache", "v_cache"), isinstance(config, DecodeSm90)
     if p.layout is CacheLayout.X_MAJOR:
-        return xmajor_maps(p.page, x, (config.head_dim, config.head_dim), arrays, wgmma=sm90)
-    part = 8 * x
+        return xmajor_maps(p, (config.head_dim, config.head_dim), arrays, wgmma=sm90)
+    part = 128 // ITEMSIZES[p.cache_dtype]
     token, head = (1, 2) if p.layout is CacheLayout.NHD else (2, 1)
     # wgmma wants the keys of a unit side by side, part by part.
     together = 1 if sm90 else config.head_dim // part

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rawattn.decode_configs import DecodeSm90
 from rawattn.device import Device
-from rawattn.paged_problem import PagedProblem
+from rawattn.paged_problem import ITEMSIZES, PagedProblem
 from rawattn.plan.base import ELEMENTS
 from rawattn.problem import CacheLayout
 
@@ -60,6 +60,14 @@ def chosen(p: PagedProblem, device: Device) -> DecodeSm90 | None:
     return balanced
 
 
+def in_boxes(p: PagedProblem) -> bool:
+    """Whether tensor copies of BOX tokens cross no page, and 32 bits count the elements of an
+    x-major page that are 16 bytes of each token.
+    """
+    x = 16 // ITEMSIZES[p.cache_dtype]
+    return p.page % BOX == 0 and (p.layout is not CacheLayout.X_MAJOR or p.page * x < 2**31)
+
+
 def _takes(p: PagedProblem, device: Device) -> bool:
     """A fixed split is taken with any number of rows: its bits do not depend on the longest query
     of the batch.
@@ -69,7 +77,7 @@ def _takes(p: PagedProblem, device: Device) -> bool:
         and p.cache_dtype == p.dtype
         and p.head_dim == p.value_dim
         and p.head_dim in UNITS
-        and p.page % BOX == 0
+        and in_boxes(p)
         and p.copy_bytes >= 16
         and not p.leftpad
         and (p.rows > 8 or p.split > 0)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.paged_problem import ITEMSIZES, PagedProblem, PageTable
+from rawattn.paged_problem import PagedProblem, PageTable
 from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_maps
-from rawattn.plan.decode_sm90 import BOX
+from rawattn.plan.decode_sm90 import BOX, in_boxes
 from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
 
@@ -104,8 +104,8 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return reason
     if p.dtype not in ELEMENTS or p.cache_dtype not in (p.dtype, E4M3):
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes its own type, or {E4M3}"
-    if p.page % BOX and (_xmajor(p) or p.max_k > p.page):  # copies cross no page
-        return f"pages of {p.page} tokens: takes multiples of {BOX}"
+    if not in_boxes(p) and (_xmajor(p) or p.max_k > p.page):
+        return f"pages of {p.page} tokens: takes multiples of {BOX}, x-major ones of some 10^8"
     if p.table is not PageTable.DENSE or p.leftpad:
         return "takes pages of a block table"
     if p.tree or p.block_sparse or p.split:
@@ -148,9 +148,8 @@ def _maps(p: PagedProblem, tile: FwdSm90) -> tuple[TensorMap, ...]:
     sequence does.
     """
     if _xmajor(p):
-        x = 16 // ITEMSIZES[p.cache_dtype]
         dims = tile.head_dim, tile.value_dim
-        return xmajor_maps(p.page, x, dims, ("k", "v"), wgmma=not tile.e4m3)
+        return xmajor_maps(p, dims, ("k", "v"), wgmma=not tile.e4m3)
     keys = fwd_sm90.chunks("k", tile.head_dim, BOX)
     values = fwd_sm90.chunks("v", tile.value_dim, BOX, ragged=True)
     if tile.e4m3:  # rows as they lie
