@@ -190,6 +190,13 @@ CASCADES = {
     "rows of q with gaps": PagedCase(
         **COMMON, q_lens=(30, 30), k_lens=(9, 50), causal=True, memory="gaps", layout="HND"
     ),
+    "x-major": PagedCase(
+        **COMMON, q_lens=(30, 30), k_lens=(9, 50), layout="x-major", causal=True
+    ),
+    "e4m3": PagedCase(
+        **COMMON, q_lens=(30, 30), k_lens=(9, 50), cache_dtype="float8_e4m3fn", scales="heads",
+        causal=True,
+    ),
     "one query a sequence": PagedCase(
         **COMMON, q_lens=(1, 1, 1), k_lens=(9, 50, 0), causal=True, page=32
     ),
