@@ -12,8 +12,8 @@ follows one of its own that is not timed, a round begins with one that does not 
 many rounds as there are candidates, each is once in each place, in two times as many equally often
 behind each other, but for the first of a round, which follows itself. Medians of one case then
 repeat within 2 % at 10 us and 0.5 % at 0.1 ms, where rotating the order gave 5 % and 4 % (H200,
-results/nvidia-h200/tuning/timer.csv). Launches of 50 ms repeat within 0.5 % alone, and within 5 %
-where some follow one that draws less power (tuning/long-launches.csv).
+results/nvidia-h200/tuning/timer.csv). Launches of 50 ms spread 0.5 % alone, p20 to p80, and 2 to
+3 % where some follow a kernel that takes twice as long (tuning/long-launches.csv).
 """
 
 from __future__ import annotations
