@@ -15,7 +15,7 @@ import numpy as np
 
 from bench import decode_cases
 from bench.check import SOFTCAP, Expected, check_steps, expected
-from bench.forward_cases import FWD_SM80, FWD_SM90, dense
+from bench.forward_cases import CHUNKS, FWD_SM80, FWD_SM90, dense
 from bench.suite import Case, Suite
 from rawattn.arrays import DTYPES
 from rawattn.problem import Problem, Rows
@@ -27,6 +27,7 @@ SUITES = {
     for s in (
         FWD_SM80,
         FWD_SM90,
+        CHUNKS,
         decode_cases.DECODE,
         decode_cases.PROMPTS,
         decode_cases.MERGE,

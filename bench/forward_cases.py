@@ -3,11 +3,12 @@
 
 Ids read: head size (or that of queries and of values), mask, rows of a sequence, and what else
 differs: ``-fp16``, ``-varlen`` (packed rows of equal lengths), ``-softcap``, ``-alibi``, ``llama``
-(32 query heads over 8).
+(32 query heads over 8). Of chunks: head size, heads where they are not 2048 columns, queries, keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from bench.suite import Case, Suite
@@ -108,6 +109,37 @@ OTHER_SIZES = tuple(
     for causal in MASKS
     for s in (1024, 4096, 16384)
 )
+def chunk(head_dim: int, queries: int, keys: int, *, heads: tuple[int, int] | None = None) -> Case:
+    """The last queries of a sequence over all its keys, causal: a chunk of a prompt, its cache."""
+    q_heads, kv_heads = heads or (HIDDEN // head_dim,) * 2
+    name = f"d{head_dim}" if heads is None else f"d{head_dim}-h{q_heads}-{kv_heads}"
+    return Case(
+        id=f"{name}-q{queries}-k{keys}",
+        problem=Problem(
+            dtype="bfloat16",
+            batch=1,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            max_q=queries,
+            max_k=keys,
+            mask=Mask.of(causal=True),
+        ),
+        quick=(queries, keys) == (512, 32768),
+    )
+
+
+def _chunks() -> Iterator[Case]:
+    for queries, keys in ((128, 8192), (512, 8192), (512, 32768), (1024, 32768), (256, 131072)):
+        yield chunk(128, queries, keys, heads=(32, 8))
+    for queries, keys in ((128, 8192), (512, 8192), (384, 32768), (512, 32768), (256, 131072)):
+        yield chunk(256, queries, keys)
+    for size in (64, 128):
+        for queries, keys in ((128, 8192), (512, 8192), (512, 32768)):
+            yield chunk(size, queries, keys)
+
+
 LLAMA = (*map(llama, (1024, 4096, 16384, 65536)), llama(65536, window=4096))
 FP16 = tuple(fp16(d, causal, s) for d in SIZES for causal in MASKS for s in LENGTHS)
 SCORED = tuple(
@@ -133,4 +165,11 @@ FWD_SM90 = Suite(
     peers=("fa3", "cudnn", "fa2", "cudnn_fe", "cudnn_fp8", "jax", "triton"),
     cases=(*TABLE, *OTHER_SIZES, *LLAMA, *FP16, *VARLEN, *SCORED),
     seldom=("cudnn_fe", "cudnn_fp8", "triton"),
+)
+CHUNKS = Suite(
+    name="chunks",
+    op="forward",
+    backend="fwd_sm90",
+    peers=("fa3", "cudnn_fe"),
+    cases=tuple(_chunks()),
 )

@@ -55,7 +55,11 @@ def _prototype(
 # bench/results/nvidia-h200; the run is joins3 where none is named. The last of a pair is for long
 # sequences.
 D64 = _prototype(64, 64, 128, consumers=3, stages=4, overlap=True)
-D96 = _prototype(96, 96, 128, overlap=True)
+# Packed full 4k takes 1.014 times as long as dense, with early draws 1.022; dense rows take 0.995
+# to 1.006 with late ones (run 2 of tuning/packed-late-draw.csv).
+D64_PACKED = replace(D64, late_draw=True)
+# Full 2k 595, without q in registers 586; causal 1k 455 and 448 (turns).
+D96 = _prototype(96, 96, 128, q_registers=True, overlap=True)
 D96_LONG = _prototype(96, 96, 112, consumers=3)  # full 4k 607, 128 x 128 582; more keys spill
 # Without the first row's exponentials beside P V: full 16k 651 instead of 683.
 D128 = _prototype(128, 128, 128, q_registers=True, overlap=True)
@@ -66,15 +70,26 @@ D128_LONG = replace(D128, late_draw=True)
 D192_128 = _prototype(192, 128, 128, q_buffers=1)
 D192_128_LONG = replace(D192_128, pingpong=False, overlap=True)
 D192 = _prototype(192, 192, 112, q_buffers=1)
-# 64 keys pad and mask less: causal 512 337, 80 keys 316; 2k equal.
-D256_SHORT = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
-D256 = replace(D256_SHORT, block_n=80)
-TILES = (D64, D96, D96_LONG, D128, D128_LONG, D192_128, D192_128_LONG, D192, D256_SHORT, D256)
+# 64 keys pad and mask less: causal 512 337, 80 keys 316; 2k equal. Full 1k 697 and 707, 2k 725 and
+# 726, 4k, where 80 pad more, 763 and 740, 8k 780 and 772, 16k 781 and 786 (keys1).
+D256 = _prototype(256, 256, 64, q_buffers=1, late_draw=True)
+D256_WIDE = replace(D256, block_n=80)
+TILES = (
+    D64,
+    D64_PACKED,
+    D96,
+    D96_LONG,
+    D128,
+    D128_LONG,
+    D192_128,
+    D192_128_LONG,
+    D192,
+    D256,
+    D256_WIDE,
+)
 # What may cut query tiles over their keys in place of the tile of a problem.
-SPLIT = {
-    tile: replace(D128 if tile is D128_LONG else tile, split=True)
-    for tile in (D64, D96_LONG, D128, D128_LONG, D192_128_LONG, D256)
-}
+SPLIT = {tile: replace(tile, split=True) for tile in (D64, D96_LONG, D128, D192_128_LONG, D256)}
+SPLIT |= {D128_LONG: SPLIT[D128], D256_WIDE: SPLIT[D256]}
 SPLIT_TILES = tuple(dict.fromkeys(SPLIT.values()))
 SELF = FwdSm90Self(
     element="bf16",
@@ -96,17 +111,20 @@ SELF_SHORT = replace(SELF, block_n=64, blocks_per_sm=4)
 # without it 128 takes 1 to 2 % less (tuning/scores.csv, runs 7 and 8), and pages at 64 would spill.
 CAPPED: dict[FwdSm90 | FwdSm90Self, FwdSm90 | FwdSm90Self] = {
     D64: replace(D64, block_n=112),
-    D96: replace(D96, block_n=112, overlap=False),
+    D64_PACKED: replace(D64_PACKED, block_n=112),
+    D96: replace(D96, block_n=112, q_registers=False, overlap=False),
     D128: replace(D128, q_registers=False, overlap=False),
     D128_LONG: replace(D128_LONG, q_registers=False, overlap=False),
     D192_128_LONG: D192_128,
-    D256_SHORT: D256,
+    D256: D256_WIDE,
     SELF: replace(SELF_SHORT, blocks_per_sm=3, overlap=False),
     SELF_SHORT: replace(SELF_SHORT, blocks_per_sm=3, overlap=False),
 }
 # Keys and values of a sweep, of one KV head at least: L2 keeps them while all its query tiles pass.
-# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads (run 3 of tuning/power.csv).
-SWEEP_BYTES = 16 << 20
+# 256 causal 4k reads 205 MB of memory instead of 644 with 32 heads (run 3 of tuning/power.csv). At
+# 256 twice as many: causal 4k 711 instead of 704, 8k 746 and 736, 16k 766 and 761 (qparts); at 128
+# that is equal (sweeps).
+SWEEP_BYTES, SWEEP_BYTES_256 = 16 << 20, 32 << 20
 # Keys and values of a wide last sweep, from a length on: about what L2 holds, less where short
 # tiles wait for memory. 128 causal 512 378 instead of 368 with 48 MB and 376 with none, 1k 512, 503
 # and 499 (joins5); as wide at 4k 580 instead of 590 (tiles5).
@@ -115,6 +133,11 @@ WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # begin and end another tile, and to add parts. 256 full 2k, 6 saved, took longer; 128 full 2k, 7,
 # equally long; 256 full 4k, 12, less, and so did 128 queries on 1024 keys, 6 (H200, 2026-11-30).
 SAVED, SAVED_ALONE = 8, 6
+# Key tiles of a piece that begins where those of other tiles do, of what it would have otherwise.
+# 1.03 and 1.10 times as many: 256, 512 queries on 32k keys, 241 -> 186 us, 384 201 -> 160; 128, 512
+# on 32k, 220 -> 197, 384 187 -> 179; 1.11 and 1.37: 96, 128 on 8k, 40.5 -> 41.9, 512 59.2 -> 64.1
+# (tuning/chunks.csv).
+ALIGNED = 1.1
 # Under a causal mask, at least so many keys a query: tiles see about equally many then.
 EVEN = 8
 
@@ -147,14 +170,17 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
     if tile is D64 and long <= 1024:
         return SELF_SHORT if causal else SELF
+    if tile is D64 and _ragged(p):
+        return D64_PACKED
     if tile is D96 and long >= 4096:
         return D96_LONG
     if tile is D128 and causal and long >= 4096:
         return D128_LONG
     if tile is D192_128 and long >= 2048:
         return D192_128_LONG
-    if tile is D256_SHORT and long > (1024 if causal else 512):
-        return D256
+    if tile is D256 and long > (1024 if causal else 512):
+        # With steps of scores, 4k takes 940 us in tiles of 64 keys, 852 in those of 80.
+        return D256 if long >= 4096 and not (causal or _form(p).scores) else D256_WIDE
     return tile
 
 
@@ -164,15 +190,18 @@ def _head_group(p: Problem, config: FwdSm90 | FwdSm90Self) -> int:
     """
     if _full(p) and isinstance(config, FwdSm90Self):
         return 16
-    if _full(p):
-        return 4 if config.head_dim == 128 and p.max_k >= 8192 else 1
+    if _full(p) and config.head_dim == 128 and p.max_k >= 8192:
+        return 4
+    if _full(p):  # 256 16k 789 instead of 780, 8k equal (sweeps)
+        return 2 if config.head_dim == 256 and p.max_k >= 16384 else 1
     if isinstance(config, FwdSm90Self) or not config.late_draw:
         return 32
     if p.max_k <= 1024:
         return 64 if p.max_k <= 512 else 32
     sides = p.mask.left, p.mask.right
     seen = p.max_k if min(sides) < 0 else min(p.max_k, sum(sides) + 1)
-    kv_heads = SWEEP_BYTES // (2 * seen * (p.head_dim + p.value_dim))
+    room = SWEEP_BYTES_256 if config.head_dim == 256 else SWEEP_BYTES
+    kv_heads = room // (2 * seen * (p.head_dim + p.value_dim))
     return min(32, max(1, kv_heads) * p.group)
 
 
@@ -207,16 +236,20 @@ class Cut(NamedTuple):
 
 
 def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
-    """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; in
-    fewer, where adding parts, one after the other, would take longer than what each has of keys:
-    128 queries of one head on 128k keys took little more than half as long in 32 pieces as in 128
-    (H200, 2026-11-30).
+    """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; or
+    each in as many, where that takes few more key tiles: blocks then come to the same keys at the
+    same time, and find them in L2. In fewer, where adding parts, one after the other, would take
+    longer than what each has of keys: 128 queries of one head on 128k keys took little more than
+    half as long in 32 pieces as in 128 (H200, 2026-11-30).
     """
     tiles = _m_blocks(p, config) * p.batch * p.q_heads
     left = tiles % device.sms
     k_tiles = -(-p.max_k // config.block_n)
     axis = left * k_tiles
-    return Cut(tiles - left, k_tiles, axis, max(-(-axis // device.sms), math.isqrt(k_tiles), 1))
+    even = -(-axis // device.sms)
+    aligned = -(-k_tiles // (device.sms // max(left, 1)))
+    span = aligned if aligned <= ALIGNED * even else even
+    return Cut(tiles - left, k_tiles, axis, max(span, math.isqrt(k_tiles), 1))
 
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:

@@ -21,10 +21,10 @@ TILES = (
     fwd_sm90.D128,
     fwd_sm90.D192_128_LONG,
     fwd_sm90.D192,
-    fwd_sm90.D256,
+    fwd_sm90.D256_WIDE,
 )
 # Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
-XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256_SHORT)
+XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256)
 # Of caches of e4m3: bytes take the place of a second buffer for q, and more threads its registers.
 E4M3 = "float8_e4m3fn"
 E4M3_TILES = tuple(
