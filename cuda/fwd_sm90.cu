@@ -75,9 +75,9 @@ enum NamedBarrier {
 // Tells all others what query tile comes next; at the end, that there is none. A tile is drawn when
 // all have released the one before: with `late_draw`, near its end. What is drawn at its start is
 // not left for blocks that are done sooner.
-template <class C>
-__device__ __forceinline__ void schedule(const FwdSm90Params& p, FwdSm90Smem<C>& smem) {
-  typename FwdSm90Work<C>::Walk walk(p);
+template <class C, class Params>
+__device__ __forceinline__ void schedule(const Params& p, FwdSm90Smem<C>& smem) {
+  typename FwdSm90Work<C>::template Walk<Params> walk(p);
   Ring<kTileSlots> ring;
   const bool speaker = threadIdx.x % 32 == 0;
   while (true) {

@@ -11,6 +11,19 @@
 // `e4m3`: copies bring bytes to places of their own, and one more warpgroup widens them to halves,
 //   in the tiles that products read (fwd_sm90_widen.cuh); q becomes halves too.
 #include "fwd_sm90_widen.cuh"
+#include "pages.cuh"
+
+// A sequence over pages. CSR: k_first is its first entry of kv_indices.
+__device__ __forceinline__ StoredSequence stored_sequence(const FwdSm90PagedParams& p, int batch) {
+  StoredSequence found = stored_sequence(static_cast<const FwdSm90Params&>(p), batch);
+  if (p.kv_indptr != nullptr) {
+    found.k_first = __ldg(p.kv_indptr + batch);
+    const int count = __ldg(p.kv_indptr + batch + 1) - found.k_first;
+    const int last = __ldg(p.kv_last_page_len + batch);
+    found.k_len = PagedSequence::csr_keys(p, count, last, p.k_len);
+  }
+  return found;
+}
 
 // What copies fill, and empty again who takes it from there.
 template <class C, bool kWiden = C::e4m3>
@@ -101,8 +114,8 @@ struct FwdSm90PagedCopies {
     const int token = n * C::block_n + kBox * lane();
     const int valid = lane() < kBoxes ? min(max(t.k_len - token, 0), kBox) : 0;
     const int page = static_cast<unsigned>(token) / static_cast<unsigned>(p.page);
-    const int* table = p.block_table + t.batch * p.stride_table;
-    return {valid > 0 ? __ldg(table + page) : -1, token - page * p.page, valid};
+    const int* ids = p.page_ids + t.batch * p.stride_table + t.k_first;  // one of them is 0
+    return {valid > 0 ? __ldg(ids + page) : -1, token - page * p.page, valid};
   }
 
   // As in fwd_sm90.cu, but by all lanes: by one alone, 64 spills.

@@ -69,12 +69,14 @@ class PartWalk : public TileNumbers {
 template <class C, bool kSplit = C::split>
 struct FwdSm90Work {
   using Tile = FwdSm90Tile;
-  using Walk = TileWalk<C::block_m, C::block_n>;
+  template <class Params>
+  using Walk = TileWalk<C::block_m, C::block_n, Params>;
 };
 template <class C>
 struct FwdSm90Work<C, true> {
   static_assert(!C::window, "parts are counted from the first key");
   using Tile = FwdSm90Part;
+  template <class Params>
   using Walk = PartWalk<C::block_m, C::block_n>;
 };
 

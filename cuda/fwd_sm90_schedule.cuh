@@ -96,7 +96,7 @@ class TileNumbers {
 // some heads of one sequence, or of all heads of up to 32, the longest sequence first, and of all
 // the last rows first: under a causal mask they have the longest tiles. What lies behind the end of
 // a sequence is no tile.
-template <int kRows, int kBlockN>
+template <int kRows, int kBlockN, class Params>
 class TileWalk : public TileNumbers {
  public:
   using TileNumbers::TileNumbers;
@@ -122,7 +122,7 @@ class TileWalk : public TileNumbers {
     const int batch = first_batch_ + threadIdx.x % 32;
     end_batch_ = first_batch_ + sequences();
     const bool mine = batch < min(end_batch_, p.batch);
-    if (mine) sequence_ = stored_sequence(p, batch);
+    if (mine) sequence_ = stored_sequence(static_cast<const Params&>(p), batch);
     blocks_ = mine ? ceil_div(sequence_.q_len, kRows) : 0;
     all_blocks_ = __reduce_add_sync(0xffffffffu, blocks_);
   }

@@ -23,9 +23,14 @@ struct PagedSequence {
     } else {
       const int first = __ldg(p.kv_indptr + batch);
       const int count = __ldg(p.kv_indptr + batch + 1) - first;
-      const int last = __ldg(p.kv_last_page_len + batch);
-      k_len = count > 0 ? max(0, min(p.max_k, (count - 1) * p.page + min(p.page, last))) : 0;
+      k_len = csr_keys(p, count, __ldg(p.kv_last_page_len + batch), p.max_k);
     }
+  }
+
+  // Keys of `count` pages, of which the last has `last`.
+  template <class Params>
+  static __device__ __forceinline__ int csr_keys(const Params& p, int count, int last, int max_k) {
+    return count > 0 ? max(0, min(max_k, (count - 1) * p.page + min(p.page, last))) : 0;
   }
 
   // Keys of a sequence of block_table.

@@ -81,10 +81,12 @@ struct FwdSm90Params : FwdParams {
 // and maps; boxes of k_map and v_map are 16 tokens. x-major: stride_v_row is 1, columns of v are
 // `page` apart, and maps are those of decode_sm90, of e4m3 of decode_split.
 struct FwdSm90PagedParams : FwdSm90Params {
-  const int* block_table;  // [batch, max_blocks] pages of each sequence
-  long long stride_table;
-  int page;       // tokens, a multiple of 16, or all that a sequence may have
-  int page_rows;  // rows of v_map from a page to the next; x-major: not used
+  const int* page_ids;          // block_table [batch, max_blocks]; CSR: kv_indices
+  const int* kv_indptr;         // CSR, as in PagedParams; null: block_table
+  const int* kv_last_page_len;  // CSR
+  long long stride_table;       // CSR: 0
+  int page;                     // tokens, a multiple of 16, or all that a sequence may have
+  int page_rows;                // rows of v_map from a page to the next; x-major: not used
   // Of e4m3, as in PagedParams; and numbers that multiply all.
   const float* k_scale;
   const float* v_scale;

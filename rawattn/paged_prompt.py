@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from rawattn.cache_request import as_rows, scale_strides
 from rawattn.calls import ABSENT, Ref
 from rawattn.forward import kernel_scalars
-from rawattn.paged_problem import PagedProblem
+from rawattn.paged_problem import PagedProblem, PageTable
 from rawattn.plan.fwd_sm90_paged import twin
 from rawattn.problem import CacheLayout
 from rawattn.ragged import rows_apart
@@ -19,8 +19,9 @@ from rawattn.request import Arrays
 
 def arrays_of(problem: PagedProblem, arrays: Mapping[str, Ref]) -> dict[str, Ref]:
     """The pointers of FwdSm90PagedParams, from those of PagedParams."""
-    names = (*Arrays._fields, "block_table", "k_scale", "v_scale")
+    names = (*Arrays._fields, "kv_indptr", "kv_last_page_len", "k_scale", "v_scale")
     found = {name: arrays[name] for name in names if name in arrays}
+    found["page_ids"] = arrays["kv_indices" if problem.table is PageTable.CSR else "block_table"]
     for x in "kv":
         cache = arrays[f"{x}_cache"]
         assert cache.spec is not None
@@ -44,8 +45,8 @@ def scalars_of(
     `numbers` multiply all keys and values.
     """
     specs = Arrays(**{name: arrays[name].spec for name in Arrays._fields})
-    table = arrays["block_table"].spec
-    assert table is not None
+    ids = arrays["page_ids"].spec
+    assert ids is not None
     xmajor = problem.layout is CacheLayout.X_MAJOR
     if xmajor:
         specs = specs._replace(
@@ -54,7 +55,7 @@ def scalars_of(
     return {
         **kernel_scalars(specs, twin(problem), scale, softcap),
         "k_len": problem.max_k,
-        "stride_table": table.steps[0],
+        "stride_table": 0 if problem.table is PageTable.CSR else ids.steps[0],
         "page": problem.page,
         "page_rows": 0 if xmajor else rows_apart(specs.v),
         **scale_strides("k_scale", arrays["k_scale"].spec),

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import rawattn
-from rawattn.testing.paged_cases import PagedCase
-from rawattn.testing.paged_laws import law_paged_matches_reference
+from rawattn.testing.paged_cases import PagedCase, PagedLimits
+from rawattn.testing.paged_laws import law_paged_matches_reference, law_tables_are_equal
 from tests.cascades import cascade_is_the_whole
 from tools.emulator.api import Template, emulated, paged_emulator_op
 
@@ -138,6 +139,40 @@ CASES = {
     "x-major, more queries than keys": PagedCase(
         **COMMON, q_lens=(70, 70), k_lens=(9, 0), layout="x-major", causal=True
     ),
+    "CSR": PagedCase(
+        **{**COMMON, "dtype": "bfloat16"}, q_lens=(200, 200), k_lens=(301, 200), table="csr",
+        causal=True,
+    ),
+    "CSR, packed, a sequence without pages": PagedCase(
+        **COMMON, q_lens=(130, 0, 70, 3), k_lens=(200, 5, 0, 71), packed=True, table="csr",
+        causal=True, sink=True,
+    ),
+    "CSR, HND, gaps": PagedCase(
+        **COMMON, q_lens=(130, 130), k_lens=(300, 131), layout="HND", page=48, table="csr",
+        window=(70, 3), memory="gaps",
+    ),
+    "CSR, no pages at all but one": PagedCase(
+        **COMMON, q_lens=(70, 70, 70), k_lens=(0, 16, 0), table="csr", tight=True
+    ),
+    "CSR, a token a page": PagedCase(
+        **COMMON, q_lens=(3,), k_lens=(1,), page=1, table="csr", tight=True
+    ),
+    "CSR, more sequences than lanes": PagedCase(
+        **COMMON, q_lens=(1, 70) * 17, k_lens=(33, 9, 0, 90, 16) * 6 + (1, 2, 3, 4), packed=True,
+        table="csr",
+    ),
+    "CSR, x-major": PagedCase(
+        **COMMON, q_lens=(200, 0, 1, 70), k_lens=(200, 5, 140, 0), layout="x-major", packed=True,
+        table="csr", causal=True,
+    ),
+    "CSR, e4m3": PagedCase(
+        **{**COMMON, "dtype": "bfloat16"}, q_lens=(200, 0, 70), k_lens=(301, 0, 33), packed=True,
+        table="csr", cache_dtype="float8_e4m3fn", scales="heads", by_sequence=True, causal=True,
+    ),
+    "CSR, e4m3, x-major": PagedCase(
+        **COMMON, q_lens=(70, 70), k_lens=(263, 0), layout="x-major", page=48, table="csr",
+        cache_dtype="float8_e4m3fn", scales="tensor", causal=True,
+    ),
 }  # fmt: skip
 
 
@@ -146,6 +181,17 @@ def test_prompt(name: str) -> None:
     for seed in range(2):
         law_paged_matches_reference(paged_emulator_op(seed, "fwd_sm90_paged"), CASES[name])
         assert Template.launched[-1] == "fwd_sm90_paged"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "x-major"])
+def test_tables_give_the_same_bits(layout: str) -> None:
+    case = PagedCase(**COMMON, q_lens=(70, 70, 70), k_lens=(201, 0, 33), layout=layout, causal=True)
+    op = replace(
+        paged_emulator_op(0, "fwd_sm90_paged"),
+        bitwise=True,
+        limits=PagedLimits(tables=("csr",) if layout == "x-major" else ("csr", "rows")),
+    )
+    law_tables_are_equal(op, case)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "x-major"])

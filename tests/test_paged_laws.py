@@ -29,7 +29,6 @@ PROMPTS = PagedLimits(
     dtypes=("float16", "bfloat16"),
     cache_dtypes=("same", "float8_e4m3fn"),
     pages=(1, 16, 32, 48, 64, 128, 256, 544),
-    tables=("block_table", "rows"),
     leftpad=(False,),
     splits=(0,),
     tree=(False,),

@@ -106,6 +106,17 @@ def test_an_x_major_cache_is_read_as_it_lies() -> None:
     assert launch.config.xmajor and launch.config.scores and not launch.config.softcap
 
 
+@pytest.mark.parametrize("layout", [CacheLayout.NHD, CacheLayout.X_MAJOR])
+def test_csr_tables_have_the_launches_of_block_tables(layout: CacheLayout) -> None:
+    for cache_dtype in ("bfloat16", "float8_e4m3fn"):
+        problem = decode_problem(
+            batch=4, max_q=512, layout=layout, cache_dtype=cache_dtype, mask=CAUSAL
+        )
+        made = plan(replace(problem, table=PageTable.CSR), H200)
+        assert made.backend == "fwd_sm90_paged"
+        assert made.launches == plan(problem, H200).launches
+
+
 def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
     packed: dict[str, Any] = {"q_rows": Rows.PACKED, "max_q": 512, "mask": CAUSAL}
     assert plan(decode_problem(batch=1, packed_q=512, **packed), H200).backend == "fwd_sm90_paged"
@@ -126,10 +137,9 @@ def test_single_tokens_beside_a_prompt_stay_with_decoding() -> None:
             f"pages of {2**28} tokens",
         ),
         ({"page": 24}, "pages of 24 tokens: takes multiples of 16"),
-        ({"table": PageTable.CSR}, "takes pages of a block table"),
-        ({"leftpad": True}, "takes pages of a block table"),
-        ({"tree": True}, "no trees of drafts"),
-        ({"split": 64}, "no fixed split"),
+        ({"leftpad": True}, "takes no left padding"),
+        ({"tree": True}, "trees of drafts"),
+        ({"split": 64}, "fixed split"),
         ({"head_dim": 300}, "takes up to 256"),
         ({"copy_bytes": 8}, "16-byte aligned"),
         ({"tma": False}, "a tensor map can describe"),

@@ -110,7 +110,7 @@ def assert_every_key_tile_has_a_piece(launch: Launch, tiles: int, k_tiles: int) 
 WALK = """
 #include "fwd_sm90_schedule.cuh"
 extern "C" __global__ void walk(const __grid_constant__ FwdSm90Params p) {
-  TileWalk<64, 64> walk(p);
+  TileWalk<64, 64, FwdSm90Params> walk(p);
   float* row = p.lse;
   for (FwdSm90Tile t = walk.tile(); t.first < t.last; t = walk.tile()) {
     if (threadIdx.x == 0) {

@@ -72,6 +72,7 @@ PAGED_CASES = (
             {"q_lens": (8, 8, 8), "k_lens": (700, 8, 33), "new": 8, "memory": "gaps"},
             {"q_lens": (140, 1, 33), "k_lens": (700, 5, 33), "packed": True, "layout": "x-major"},
             {"q_lens": (9, 9, 9), "head_dim": 200, "page": 48, "layout": "x-major"},
+            {"q_lens": (140, 1, 33), "k_lens": (700, 0, 33), "packed": True, "table": "csr"},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3},
             {"q_lens": (9, 9, 9), "head_dim": 64, "value_dim": 48, "softcap": 20.0, **E4M3},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3, **X_MAJOR_48},

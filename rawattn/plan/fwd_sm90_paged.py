@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rawattn.device import Device
-from rawattn.paged_problem import PagedProblem, PageTable
+from rawattn.paged_problem import PagedProblem
 from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_maps
@@ -44,7 +44,7 @@ E4M3_COST = {32: 0.86, 8: 0.4}
 
 
 def twin(p: PagedProblem) -> Problem:
-    """The same over rows: a sequence has as many keys as `seqused_k` says."""
+    """The same over rows: a sequence has as many keys as its table says."""
     return Problem(
         dtype=p.dtype,
         batch=p.batch,
@@ -106,10 +106,8 @@ def refuses(p: PagedProblem, device: Device) -> str | None:
         return f"{p.dtype} over a cache of {p.cache_dtype}: takes its own type, or {E4M3}"
     if not in_boxes(p) and (_xmajor(p) or p.max_k > p.page):
         return f"pages of {p.page} tokens: takes multiples of {BOX}, x-major ones of some 10^8"
-    if p.table is not PageTable.DENSE or p.leftpad:
-        return "takes pages of a block table"
-    if p.tree or p.block_sparse or p.split:
-        return "takes no trees of drafts, no block-sparse attention and no fixed split"
+    if p.leftpad or p.tree or p.block_sparse or p.split:
+        return "takes no left padding, trees of drafts, block-sparse attention or fixed split"
     if p.mask.top_left and not p.mask.trivial:
         return "a mask aligned to the top left: takes the bottom right"
     return fwd_sm90.refuses_shape(p, _tile(p))
