@@ -120,8 +120,6 @@ def pays(p: PagedProblem, device: Device) -> bool:
     tile = _tile(p)
     if tile is None or refuses(p, device) is not None:
         return False
-    if decode.refuses(p, device) is not None:
-        return True
     rows = decode.config_of(p, device).rows
     # Tiles are at most so many, blocks at least: single tokens beside a prompt take a tile each.
     longest = p.batch * -(-p.max_q // tile.block_m)
