@@ -25,29 +25,8 @@ __device__ __forceinline__ StoredSequence stored_sequence(const FwdSm90PagedPara
   return found;
 }
 
-// What copies fill, and empty again who takes it from there.
-template <class C, bool kWiden = C::e4m3>
-struct FwdSm90PagedPlaces {
-  using Smem = FwdSm90Smem<C>;
-  using Widen = FwdSm90NoWiden;
-  static constexpr int kSlots = C::stages;
-  static __device__ __forceinline__ auto& k(Smem& smem) { return smem.k; }
-  static __device__ __forceinline__ auto& v(Smem& smem) { return smem.v; }
-  static __device__ __forceinline__ auto& k_ring(Smem& smem) { return smem.k_ring; }
-  static __device__ __forceinline__ auto& v_ring(Smem& smem) { return smem.v_ring; }
-};
 template <class C>
-struct FwdSm90PagedPlaces<C, true> {
-  using Smem = FwdSm90WidenSmem<C>;
-  using Widen = FwdSm90Widen<C>;
-  static constexpr int kSlots = Smem::kPlaces;
-  static __device__ __forceinline__ auto& k(Smem& smem) { return smem.k_bytes; }
-  static __device__ __forceinline__ auto& v(Smem& smem) { return smem.v_bytes; }
-  static __device__ __forceinline__ auto& k_ring(Smem& smem) { return smem.k_bytes_ring; }
-  static __device__ __forceinline__ auto& v_ring(Smem& smem) { return smem.v_bytes_ring; }
-};
-template <class C>
-using FwdSm90PagedSmem = typename FwdSm90PagedPlaces<C>::Smem;
+using FwdSm90PagedSmem = typename FwdSm90Widen<C>::Smem;
 
 // The lanes of a warp.
 template <class C>
@@ -56,9 +35,8 @@ struct FwdSm90PagedCopies {
   // A copy of 16 tokens takes a warp 50 cycles: with one warp for all, calls took a third to a half
   // longer than over rows, whose tiles are one copy each (H200, 2026-11-30, tuning/prompts.csv).
   static constexpr int kWarps = 2;
-  using Places = FwdSm90PagedPlaces<C>;
-  using Smem = typename Places::Smem;
-  using Widen = typename Places::Widen;
+  using Widen = FwdSm90Widen<C>;
+  using Smem = FwdSm90PagedSmem<C>;
   static constexpr int kReaders = 64 + Widen::kReaders;
   static constexpr int kBox = kBoxTokens;
   static constexpr int kBoxes = C::block_n / kBox;
@@ -71,7 +49,7 @@ struct FwdSm90PagedCopies {
   };
   const Params& p;
   Smem& smem;
-  Ring<Places::kSlots> ring;  // of K, or of V
+  Ring<Widen::kSlots> ring;  // of K, or of V
   Ring<C::q_buffers> q;
 
   __device__ __forceinline__ FwdSm90PagedCopies(const Params& params, Smem& shared)
@@ -129,16 +107,18 @@ struct FwdSm90PagedCopies {
     q.advance();
   }
   __device__ __forceinline__ void load_k(const FwdSm90Tile& t, const Box& box) {
-    const auto& slot = Places::k(smem)[ring.slot];
-    const unsigned full = expect(Places::k_ring(smem), ring, sizeof(slot));
+    auto& to = Widen::filled(smem);
+    const auto& slot = to.k[ring.slot];
+    const unsigned full = expect(to.k_ring, ring, sizeof(slot));
     if (lane() < kBoxes) {  // no page: zeros
       slot.load(p.k_map, full, box.token, t.kv_head, box.page, kBox * lane());
     }
     ring.advance();
   }
   __device__ __forceinline__ void load_v(const FwdSm90Tile& t, const Box& box) {
-    const auto& slot = Places::v(smem)[ring.slot];
-    const unsigned full = expect(Places::v_ring(smem), ring, sizeof(slot));
+    auto& to = Widen::filled(smem);
+    const auto& slot = to.v[ring.slot];
+    const unsigned full = expect(to.v_ring, ring, sizeof(slot));
     if constexpr (C::xmajor) {  // who widens it, cuts it
       if (lane() < kBoxes) {
         slot.load(p.v_map, full, box.token, t.kv_head, box.page, kBox * lane());

@@ -113,45 +113,62 @@ struct CacheBytes<true, kRows, kCols> {
 };
 
 template <class C>
+struct FwdSm90Bytes {
+  static constexpr int kSlots = 2;
+  typename CacheBytes<C::xmajor, C::block_n, C::head_dim>::Keys k[kSlots];
+  typename CacheBytes<C::xmajor, C::block_n, C::value_dim>::Values v[kSlots];
+  RingBarriers<kSlots> k_ring;
+  RingBarriers<kSlots> v_ring;
+};
+
+template <class C>
 struct FwdSm90WidenSmem : FwdSm90Smem<C> {
-  static constexpr int kPlaces = 2;
-  typename CacheBytes<C::xmajor, C::block_n, C::head_dim>::Keys k_bytes[kPlaces];
-  typename CacheBytes<C::xmajor, C::block_n, C::value_dim>::Values v_bytes[kPlaces];
-  RingBarriers<kPlaces> k_bytes_ring;
-  RingBarriers<kPlaces> v_bytes_ring;
+  FwdSm90Bytes<C> bytes;
 
   __device__ __forceinline__ void init(int readers) {
     FwdSm90Smem<C>::init(readers);
-    k_bytes_ring.init(1, FwdSm90Smem<C>::kFillers);
-    v_bytes_ring.init(1, FwdSm90Smem<C>::kFillers);
+    bytes.k_ring.init(1, FwdSm90Smem<C>::kFillers);
+    bytes.v_ring.init(1, FwdSm90Smem<C>::kFillers);
   }
 };
 
-// A warpgroup: two warps have keys, two have values, half of the tokens of each tile.
+// 16 bits: nobody. Copies fill the tiles that products read.
+template <class C, bool kE4m3 = C::e4m3>
+struct FwdSm90Widen : FwdSm90NoWiden {
+  using Smem = FwdSm90Smem<C>;
+  static constexpr int kSlots = C::stages;
+
+  // What copies fill: k, v, k_ring and v_ring.
+  static __device__ __forceinline__ auto& filled(Smem& smem) { return smem; }
+};
+
+// e4m3: a warpgroup. Two warps have keys, two have values, half of the tokens of each tile.
 template <class C>
-struct FwdSm90Widen {
+struct FwdSm90Widen<C, true> {
   using Smem = FwdSm90WidenSmem<C>;
+  static constexpr int kSlots = FwdSm90Bytes<C>::kSlots;
   static constexpr bool kWidens = true;
   static constexpr int kReaders = 128;  // threads that release descriptions of tiles
   static constexpr int kShares = FwdSm90Smem<C>::kFillers;
 
+  static __device__ __forceinline__ auto& filled(Smem& smem) { return smem.bytes; }
+
   static __device__ __forceinline__ void run(Smem& smem, int warp) {
     const int share = warp % kShares;
     if (warp < kShares) {
-      run(smem, smem.k_bytes, smem.k_bytes_ring, smem.k, smem.k_ring, share);
+      run(smem, smem.bytes.k, smem.bytes.k_ring, smem.k, smem.k_ring, share);
     } else {
-      run(smem, smem.v_bytes, smem.v_bytes_ring, smem.v, smem.v_ring, share);
+      run(smem, smem.bytes.v, smem.bytes.v_ring, smem.v, smem.v_ring, share);
     }
   }
 
  private:
   template <class Bytes, class Tile>
-  static __device__ __forceinline__ void run(Smem& smem, const Bytes (&from)[Smem::kPlaces],
-                                             RingBarriers<Smem::kPlaces>& from_ring,
-                                             Tile (&to)[C::stages],
+  static __device__ __forceinline__ void run(Smem& smem, const Bytes (&from)[kSlots],
+                                             RingBarriers<kSlots>& from_ring, Tile (&to)[C::stages],
                                              RingBarriers<C::stages>& to_ring, int share) {
     Ring<kTileSlots> tiles;
-    Ring<Smem::kPlaces> narrow;
+    Ring<kSlots> narrow;
     Ring<C::stages> wide;
     for (FwdSm90Tile t = next_tile(smem, tiles); t.first < t.last; t = next_tile(smem, tiles)) {
       release_tile(smem, tiles);
