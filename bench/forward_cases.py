@@ -109,6 +109,8 @@ OTHER_SIZES = tuple(
     for causal in MASKS
     for s in (1024, 4096, 16384)
 )
+
+
 def chunk(head_dim: int, queries: int, keys: int, *, heads: tuple[int, int] | None = None) -> Case:
     """The last queries of a sequence over all its keys, causal: a chunk of a prompt, its cache."""
     q_heads, kv_heads = heads or (HIDDEN // head_dim,) * 2

@@ -14,16 +14,8 @@ import pytest
 import rawattn
 from rawattn.device import Device
 from rawattn.plan import Plan, fwd_sm90
-from rawattn.plan.fwd_sm90 import (
-    D128,
-    D256,
-    DYNAMIC,
-    SELF,
-    SELF_SHORT,
-    SPLIT_TILES,
-    STATIC,
-    TILES,
-)
+from rawattn.plan.fwd_sm90 import DYNAMIC, STATIC
+from rawattn.plan.fwd_sm90_tiles import D128, D256, SELF, SELF_SHORT, SPLIT_TILES, TILES
 from rawattn.problem import Problem
 from rawattn.registry import FwdSm90, FwdSm90Self
 from rawattn.testing import Case, Op, law_empty_rows, law_matches_reference

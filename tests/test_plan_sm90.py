@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from rawattn import registry
 from rawattn.device import Device
 from rawattn.plan import Launch, configs, fwd_sm90, plan
-from rawattn.plan.fwd_sm90 import DYNAMIC, SELF, STATIC
+from rawattn.plan.fwd_sm90 import DYNAMIC, STATIC
+from rawattn.plan.fwd_sm90_tiles import SELF
 from rawattn.problem import Mask, Problem, Rows, Scores
 from rawattn.registry import FwdSm90
 from rawattn.testing.strategies import plannable

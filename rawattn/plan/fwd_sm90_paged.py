@@ -12,24 +12,18 @@ from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_maps
 from rawattn.plan.decode_sm90 import BOX, in_boxes
+from rawattn.plan.fwd_sm90_tiles import D64, D96, D128, D192, D192_128_LONG, D256, D256_WIDE
 from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
 
-TILES = (
-    fwd_sm90.D64,
-    fwd_sm90.D96,
-    fwd_sm90.D128,
-    fwd_sm90.D192_128_LONG,
-    fwd_sm90.D192,
-    fwd_sm90.D256_WIDE,
-)
+TILES = (D64, D96, D128, D192_128_LONG, D192, D256_WIDE)
 # Of x-major caches: tiles whose halves are products of wgmma (cuda/tile_xmajor_sm90.cuh).
-XMAJOR_TILES = (fwd_sm90.D64, fwd_sm90.D128, fwd_sm90.D256)
+XMAJOR_TILES = (D64, D128, D256)
 # Of caches of e4m3: bytes take the place of a second buffer for q, and more threads its registers.
 E4M3 = "float8_e4m3fn"
 E4M3_TILES = tuple(
     replace(tile, element="fp16", consumers=2, q_registers=False, q_buffers=1, e4m3=True)
-    for tile in (fwd_sm90.D64, fwd_sm90.D128)
+    for tile in (D64, D128)
 )
 # What so many rows of a KV head take a block of decode_sm90, which has 64, or of decode_split, as a
 # multiple of what a query tile takes one. H200, us, decoding / this, 32 / 8 heads, 4 k keys, by
