@@ -117,6 +117,9 @@ def _prompt_cases() -> Iterator[Case]:
     """Chunks of prompts: the last queries of sequences, over all their pages."""
     for queries, batch, keys in ((128, 16, 4096), (512, 4, 4096), (512, 1, 32768), (2048, 1, 8192)):
         yield decode(batch, keys, queries=queries)
+    for keys in (8192, 32768):
+        yield decode(1, keys, queries=128)
+    yield decode(1, 32768, queries=128, size=256)
     yield decode(4, 4096, queries=512, page=64)
     yield decode(4, 4096, queries=512, layout=CacheLayout.HND)
     for size in (64, 256):

@@ -2,9 +2,10 @@
 // Query tiles whose keys are cut into parts, each of another block, and how they become one.
 //
 // Blocks take query tiles in rounds, and the last is not always full. The tiles of that one (where
-// there are fewer tiles than blocks, all) stand on an axis, end to end, k_tiles key tiles each;
-// pieces of `span` key tiles are dealt out as tiles are. What a piece has of a tile is a part: a
-// piece may be the end of one tile and the beginning of the next. The sums of a part go to a slot
+// there are fewer tiles than blocks, all) stand on an axis, end to end, with as many places each:
+// one for a key tile, or, where sequences differ, for an equal share of those of its sequence.
+// Pieces of `span` places are dealt out as tiles are. What a piece has of a tile is a part: a piece
+// may be the end of one tile and the beginning of the next. The sums of a part go to a slot
 // of the workspace, and which warp leaves the last part of its 16 rows adds all of them, in order:
 // nobody waits, and equal calls give equal bits.
 #pragma once
@@ -18,38 +19,47 @@ struct FwdSm90Part : FwdSm90Tile {
   int slot;        // of this one
 };
 
-// What TileWalk is for whole tiles, for dense sequences without windows: tiles in front of p.whole,
-// then pieces, part by part.
-template <int kRows, int kBlockN>
+// What TileWalk is for whole tiles, without windows: tiles in front of p.whole, where sequences are
+// dense, then pieces, part by part.
+template <int kRows, int kBlockN, class Params>
 class PartWalk : public TileNumbers {
  public:
   using TileNumbers::TileNumbers;
 
+  // The tile, or part of one, that was drawn last; what sees no key is passed over.
   __device__ __forceinline__ FwdSm90Part tile() {
-    const int index = number(), piece = index - p.whole;
-    FwdSm90Part t = {};
-    if (piece < 0) {
-      static_cast<FwdSm90Tile&>(t) = whole_tile(index);
-      t.parts = 1;
-      return t;
-    }
-    const int piece_end = min((piece + 1) * p.span, p.axis);
-    const int begin = rest_ > 0 ? piece_end - rest_ : piece * p.span;
-    if (begin >= piece_end) return t;
-    const unsigned k_tiles = p.k_tiles, span = p.span;
-    const unsigned cut = static_cast<unsigned>(begin) / k_tiles;  // which of the tiles
-    const unsigned start = cut * k_tiles, first_piece = start / span;
-    const int end = min(piece_end, static_cast<int>(start + k_tiles));
-    rest_ = piece_end - end;
+    while (true) {
+      const int index = number(), piece = index - p.whole;
+      FwdSm90Part t = {};
+      if (piece < 0) {
+        static_cast<FwdSm90Tile&>(t) = whole_tile(index);
+        t.parts = 1;
+        return t;
+      }
+      const int piece_end = min((piece + 1) * p.span, p.axis);
+      const int begin = rest_ > 0 ? piece_end - rest_ : piece * p.span;
+      if (begin >= piece_end) return t;
+      const unsigned places = p.places, span = p.span;
+      const unsigned cut = static_cast<unsigned>(begin) / places;  // which of the tiles
+      const unsigned start = cut * places, first_piece = start / span;
+      const int end = min(piece_end, static_cast<int>(start + places));
+      rest_ = piece_end - end;
 
-    static_cast<FwdSm90Tile&>(t) = whole_tile(p.whole + cut);
-    t.first = begin - start;
-    // Under a causal mask a tile may see fewer. A part that sees none gets one, as a tile does.
-    t.last = max(t.first + 1, min(t.last, static_cast<int>(end - start)));
-    t.parts = (start + k_tiles - 1) / span - first_piece + 1;
-    t.first_slot = cut + first_piece;
-    t.slot = cut + piece;
-    return t;
+      static_cast<FwdSm90Tile&>(t) = whole_tile(p.whole + cut);
+      const int k_tiles = ceil_div(t.k_len, kBlockN);
+      const int share = max(1, ceil_div(k_tiles, p.places));  // key tiles of a place
+      // Of a tile behind the last row, none; under a causal mask, fewer than its sequence has.
+      const int seen = t.row < t.q_len ? t.last : 0;
+      t.first = (begin - start) * share;
+      t.last = min(seen, (end - static_cast<int>(start)) * share);
+      if (t.first < t.last) {
+        t.parts = (start + ceil_div(seen, share) - 1) / span - first_piece + 1;
+        t.first_slot = cut + first_piece;
+        t.slot = cut + piece;
+        return t;
+      }
+      draw();
+    }
   }
 
   __device__ __forceinline__ void draw() {
@@ -58,8 +68,9 @@ class PartWalk : public TileNumbers {
 
  private:
   __device__ __forceinline__ FwdSm90Tile whole_tile(unsigned index) const {
-    const StoredSequence all = {{p.q_len, p.k_len}, 0, 0};
-    return fwd_sm90_tile(p, longest_first(index, p), all, kRows, kBlockN);
+    const QueryTile at = longest_first(index, p);
+    const StoredSequence sequence = stored_sequence(static_cast<const Params&>(p), at.batch);
+    return fwd_sm90_tile(p, at, sequence, kRows, kBlockN);
   }
 
   int rest_ = 0;  // of the piece
@@ -77,7 +88,7 @@ struct FwdSm90Work<C, true> {
   static_assert(!C::window, "parts are counted from the first key");
   using Tile = FwdSm90Part;
   template <class Params>
-  using Walk = PartWalk<C::block_m, C::block_n>;
+  using Walk = PartWalk<C::block_m, C::block_n, Params>;
 };
 
 // Warp by warp: slots are [warp of the consumers][float4 of a thread][lane], so that a warp stores

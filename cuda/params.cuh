@@ -68,7 +68,7 @@ struct FwdSm90Params : FwdParams {
   // Config::split, fwd_sm90_parts.cuh.
   float4* workspace;       // [slots, warps, value_dim / 8 + 1, 32]
   int whole;               // query tiles in front of those that are cut
-  int k_tiles;             // key tiles of each that is cut, on the axis
+  int places;              // of each that is cut, on the axis: its key tiles, or shares of them
   int axis;                // of all of them
   int span;                // of a piece
   ptx::TensorMap q_map;    // box: columns of a chunk x 64 rows

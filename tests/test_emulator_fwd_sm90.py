@@ -171,6 +171,29 @@ def test_parts_of_which_nothing_is_seen(
     law_matches_reference(op_of(tile, sms=23), case)
 
 
+@pytest.mark.parametrize(("layout", "sms"), [("packed", 150), ("padded", 30), ("packed_used", 63)])
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=name)
+def test_sequences_that_are_cut_over_keys(
+    op_of: Callable[..., Op], tile: FwdSm90, layout: str, sms: int
+) -> None:
+    """Long and short, empty and of more queries than keys, in as many pieces each, or in pieces
+    that go on with the next; what no sequence has is NaN.
+    """
+    case = Case(
+        q_lens=(tile.block_m + 20, 30, 0, 5, 90),
+        k_lens=(300, 700, 50, 0, 20),
+        dtype="float16",
+        layout=layout,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=tile.head_dim,
+        value_dim=tile.value_dim,
+        causal=True,
+        sink=True,
+    )
+    law_matches_reference(op_of(tile, sms), case)
+
+
 def test_calls_that_are_cut_work_in_a_workspace() -> None:
     """A call makes its own; a prepared one keeps its own, on other arrays too."""
     rng = np.random.default_rng(0)
@@ -186,7 +209,10 @@ def test_calls_that_are_cut_work_in_a_workspace() -> None:
         assert np.array_equal(out, rawattn.flash_attn_func(q, k, v, causal=True))
         got = rawattn.flash_attn_func(q2, k, v, out=out, causal=True, plan=plan)
         assert np.array_equal(got, rawattn.flash_attn_func(q2, k, v, causal=True))
-        assert launched == ["fwd_sm90"] * 4
+        ends = [np.array([0, n], np.int32) for n in (20, 1500)]
+        packed = rawattn.flash_attn_varlen_func(q[0], k[0], v[0], *ends, causal=True)
+        assert np.array_equal(packed, rawattn.flash_attn_func(q, k, v, causal=True)[0])
+        assert launched == ["fwd_sm90"] * 6
         short = rawattn.prepare(rawattn.flash_attn_func, q, k[:, :300], v[:, :300])
         assert short.workspace_size == 0
     assert rawattn.prepare(rawattn.flash_attn_func, q, k, v).workspace_size == 0, "NumPy"

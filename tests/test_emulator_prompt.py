@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn.plan import fwd_sm90, fwd_sm90_paged, paged
 from rawattn.testing.paged_cases import PagedCase, PagedLimits
 from rawattn.testing.paged_laws import law_paged_matches_reference, law_tables_are_equal
 from tests.cascades import cascade_is_the_whole
@@ -181,6 +182,32 @@ def test_prompt(name: str) -> None:
     for seed in range(2):
         law_paged_matches_reference(paged_emulator_op(seed, "fwd_sm90_paged"), CASES[name])
         assert Template.launched[-1] == "fwd_sm90_paged"
+
+
+# Of more key tiles than one, without steps of scores or a window to the left.
+LONG = [
+    name
+    for name, c in CASES.items()
+    if c.cache_dtype == "same"
+    and max(c.k_lens) > 129
+    and c.window[0] < 0
+    and not (c.softcap or c.alibi)
+]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_prompt_that_is_cut_over_its_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few key tiles that saves."""
+    cuts, cut = [], fwd_sm90_paged._cut
+    monkeypatch.setattr(fwd_sm90, "SAVED_ALONE", 1)
+    monkeypatch.setattr(fwd_sm90_paged, "_cut", lambda *args: cuts.append(cut(*args)) or cuts[-1])
+    paged.plan.cache_clear()
+    try:
+        for seed in range(2):
+            law_paged_matches_reference(paged_emulator_op(seed, "fwd_sm90_paged"), CASES[name])
+    finally:
+        paged.plan.cache_clear()
+    assert any(cuts)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "x-major"])

@@ -17,6 +17,7 @@ from rawattn.dense import flash_attn_func, flash_attn_varlen_func
 from rawattn.device import Device
 from rawattn.prepared import prepare
 from rawattn.registry import all_configs
+from rawattn.testing import Case, law_matches_reference, public_op
 from tests.gpu import DTYPES, Data, bits, data, same
 from tools import ledger
 
@@ -221,6 +222,52 @@ def test_a_graph_replays_with_other_lengths(cupy: Any, case: Data) -> None:
             graph.launch()
             want = flash_attn_varlen_func(*arguments)
             assert same(out, want)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("layout", ["dense", "packed", "padded", "packed_used"])
+def test_few_queries_and_many_keys(cupy: Any, layout: str, head_dim: int) -> None:
+    """Which Hopper cuts over keys, in sequences of other lengths too."""
+    lengths = {"q_lens": (130, 5, 0), "k_lens": (6000, 300, 9)}
+    if layout == "dense":
+        lengths = {"q_lens": (130,), "k_lens": (6000,)}
+    for causal in (False, True):
+        case = Case(
+            **lengths,
+            layout=layout,
+            q_heads=4,
+            kv_heads=2,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            causal=causal,
+            sink=True,
+        )
+        law_matches_reference(public_op("cupy"), case)
+
+
+def test_a_graph_replays_with_other_lengths_of_many_keys(cupy: Any) -> None:
+    """Each length is cut in as many pieces as there is room for."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        cupy.asarray(rng.standard_normal((rows, 3, 128), np.float32).astype(np.float16))
+        for rows in (140, 7000, 7000)
+    )
+    table_q, table_k = cupy.array([0, 130, 140], np.int32), cupy.array([0, 6000, 7000], np.int32)
+    out, arguments = cupy.empty_like(q), (q, k, v, table_q, table_k)
+    bounds = {"max_seqlen_q": 140, "max_seqlen_k": 7000, "causal": True}
+    plan = prepare(flash_attn_varlen_func, *arguments, **bounds, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        flash_attn_varlen_func(*arguments, **bounds, out=out, plan=plan)
+        graph = stream.end_capture()
+        for first_q, first_k in ((130, 6000), (13, 40), (140, 7000), (0, 0), (70, 1000)):
+            table_q[1], table_k[1] = first_q, first_k
+            graph.launch()
+            want = flash_attn_varlen_func(*arguments, **bounds, backend="fwd_sm80")
+            stream.synchronize()
+            difference = cupy.abs(out.astype(np.float32) - want.astype(np.float32)).max()
+            assert difference < 2e-3, (first_q, first_k)
 
 
 # ---- bad input ----

@@ -16,6 +16,7 @@ from rawattn import forward, paged_call
 from rawattn.testing.closeness import ulp
 from rawattn.testing.paged_cases import LAYOUTS, PagedCase
 from rawattn.testing.paged_inputs import paged_tensors, spread
+from rawattn.testing.paged_laws import law_paged_matches_reference, paged_op
 from tests.gpu import same
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,27 @@ def arguments(cupy: Any, **changes: Any) -> dict[str, Any]:
     }
     call = spread(paged_tensors(PagedCase(**{**given, **changes})), cupy).arguments
     return {**call, "return_softmax_lse": True}
+
+
+@pytest.mark.parametrize("table", ["block_table", "csr"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "x-major"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_and_many_keys(cupy: Any, head_dim: int, layout: str, table: str) -> None:
+    """Which Hopper cuts over keys, in sequences of other lengths too."""
+    case = PagedCase(
+        q_lens=(130, 5, 0),
+        k_lens=(6000, 300, 9),
+        packed=True,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        layout=layout,
+        table=table,
+        causal=True,
+        sink=True,
+    )
+    law_paged_matches_reference(paged_op("cupy"), case)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

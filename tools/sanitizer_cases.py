@@ -42,6 +42,10 @@ CASES = (
         for d, dv, k_len in ((64, 64, 1500), (96, 96, 4100), (192, 128, 2100), (256, 256, 1500))
     ),
     Case(q_lens=(300,), k_lens=(1500,), head_dim=128, value_dim=128, causal=True),
+    *(
+        Case(q_lens=(130, 5, 0), k_lens=(1500, 300, 9), layout=layout, head_dim=d, value_dim=d)
+        for d, layout in ((64, "packed"), (128, "packed_used"), (256, "padded"))
+    ),
 )
 FORWARD_BACKENDS = ("fwd_sm80", None)  # what any GPU runs, and what this one would
 KERNEL_SEEDS = range(3)  # of each of tools.cases.CASES
@@ -73,6 +77,8 @@ PAGED_CASES = (
             {"q_lens": (140, 1, 33), "k_lens": (700, 5, 33), "packed": True, "layout": "x-major"},
             {"q_lens": (9, 9, 9), "head_dim": 200, "page": 48, "layout": "x-major"},
             {"q_lens": (140, 1, 33), "k_lens": (700, 0, 33), "packed": True, "table": "csr"},
+            {"q_lens": (140, 1, 33), "k_lens": (1500, 5, 300), "packed": True, "causal": True},
+            {"q_lens": (9, 9, 9), "k_lens": (1500, 5, 300), "layout": "x-major", "sink": True},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3},
             {"q_lens": (9, 9, 9), "head_dim": 64, "value_dim": 48, "softcap": 20.0, **E4M3},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3, **X_MAJOR_48},

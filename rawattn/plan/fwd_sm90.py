@@ -53,11 +53,13 @@ WIDE_BYTES = ((2048, 48 << 20), (0, 32 << 20))
 # begin and end another tile, and to add parts. 256 full 2k, 6 saved, took longer; 128 full 2k, 7,
 # equally long; 256 full 4k, 12, less, and so did 128 queries on 1024 keys, 6 (H200, 2026-11-30).
 SAVED, SAVED_ALONE = 8, 6
-# Key tiles of a piece that begins where those of other tiles do, of what it would have otherwise.
-# 1.03 and 1.10 times as many: 256, 512 queries on 32k keys, 241 -> 186 us, 384 201 -> 160; 128, 512
-# on 32k, 220 -> 197, 384 187 -> 179; 1.11 and 1.37: 96, 128 on 8k, 40.5 -> 41.9, 512 59.2 -> 64.1
-# (tuning/chunks.csv).
+# Key tiles of pieces that begin where those of other tiles do, of what they would have otherwise:
+# blocks come to the same keys at the same time, and find them in L2. 1.03 and 1.10 times as many:
+# 256, 512 queries on 32k keys, 241 -> 186 us, 384 201 -> 160; 128, 512 on 32k, 220 -> 197, 384 187
+# -> 179; 1.11 and 1.37: 96, 128 on 8k, 40.5 -> 41.9, 512 59.2 -> 64.1 (tuning/chunks.csv, run 2).
 ALIGNED = 1.1
+# Where lengths may be smaller than their bounds, a tile has as many places on the axis of others.
+PLACES = 64
 # Under a causal mask, at least so many keys a query: tiles see about equally many then.
 EVEN = 8
 
@@ -142,7 +144,7 @@ class Cut(NamedTuple):
     """How query tiles are cut over their keys: cuda/fwd_sm90_parts.cuh, and Params as named."""
 
     whole: int  # query tiles in front of those that are cut
-    k_tiles: int
+    places: int
     axis: int
     span: int
 
@@ -153,41 +155,54 @@ class Cut(NamedTuple):
     @property
     def slots(self) -> int:
         """Of the workspace: a part has that of its piece plus its tile, both counted from 0."""
-        return max(0, self.pieces + self.axis // self.k_tiles - 1)
+        return max(0, self.pieces + self.axis // self.places - 1)
 
 
-def _cut(p: Problem, device: Device, config: FwdSm90) -> Cut:
-    """The tiles of the last round, which does not fill the GPU, in as many pieces as it has SMs; or
-    each in as many, where that takes few more key tiles: blocks then come to the same keys at the
-    same time, and find them in L2. In fewer, where adding parts, one after the other, would take
-    longer than what each has of keys: 128 queries of one head on 128k keys took little more than
-    half as long in 32 pieces as in 128 (H200, 2026-11-30).
+def cut_of(p: Problem, device: Device, config: FwdSm90) -> Cut:
+    """The tiles of the last round, which does not fill the GPU, each in as many equal pieces; or in
+    as many as it has SMs, where those have fewer key tiles by more than ALIGNED. In fewer, where
+    adding parts, one after the other, would take longer than what each has of keys: 128 queries of
+    one head on 128k keys took little more than half as long in 32 pieces as in 128 (H200,
+    2026-11-30).
     """
     tiles = _m_blocks(p, config) * p.batch * p.q_heads
     left = tiles % device.sms
-    k_tiles = -(-p.max_k // config.block_n)
-    axis = left * k_tiles
-    even = -(-axis // device.sms)
-    aligned = -(-k_tiles // (device.sms // max(left, 1)))
-    span = aligned if aligned <= ALIGNED * even else even
-    return Cut(tiles - left, k_tiles, axis, max(span, math.isqrt(k_tiles), 1))
+    k_tiles, each = _k_tiles(p, config), device.sms // max(left, 1)
+    least = max(1, math.isqrt(k_tiles))  # key tiles of a piece
+    even = max(least, -(-left * k_tiles // device.sms))
+    aligned = max(least, -(-k_tiles // each))
+    if aligned <= ALIGNED * even:
+        places = max(1, min(each, k_tiles // least))
+        return Cut(tiles - left, places, left * places, 1)
+    places = min(k_tiles, PLACES) if _ragged(p) else k_tiles
+    return Cut(tiles - left, places, left * places, -(-even * places // k_tiles))
+
+
+def _k_tiles(p: Problem, config: FwdSm90) -> int:
+    return -(-p.max_k // config.block_n)
 
 
 def _split_tile(p: Problem, device: Device) -> FwdSm90 | None:
     """The prototype that cuts the query tiles of a problem over their keys, where that pays."""
-    if _ragged(p) or not _form(p).plain:
-        return None
     chosen = _tile(p)
     tile = SPLIT.get(chosen) if isinstance(chosen, FwdSm90) else None
-    if tile is None:
-        return None
-    cut = _cut(p, device, tile)
-    least = SAVED if cut.whole else SAVED_ALONE
-    if cut.k_tiles - cut.span < least or not 0 < cut.axis < MAX_AXIS:
-        return None
+    return tile if tile is not None and cut_pays(p, device, tile) else None
+
+
+def cut_pays(p: Problem, device: Device, tile: FwdSm90) -> bool:
+    """Whether a block has enough fewer key tiles where those of a prototype are cut."""
+    cut, k_tiles = cut_of(p, device, tile), _k_tiles(p, tile)
+    if cut.whole and _ragged(p):  # tiles in front are counted as if all sequences were the longest
+        return False
+    saved = k_tiles - -(-k_tiles // cut.places) * cut.span
     # Pieces are dealt out as if all tiles saw equally many keys; others fill the last round better.
     even = _full(p) or (EVEN * p.max_q <= p.max_k and not p.mask.top_left)
-    return tile if even or not cut.whole else None
+    return (
+        plain(_form(p))
+        and saved >= (SAVED if cut.whole else SAVED_ALONE)
+        and 0 < cut.axis < MAX_AXIS
+        and (even or not cut.whole)
+    )
 
 
 class Form(NamedTuple):
@@ -198,9 +213,10 @@ class Form(NamedTuple):
     softcap: bool
     scores: bool
 
-    @property
-    def plain(self) -> bool:
-        return not (self.window or self.softcap or self.scores)
+
+def plain(form: Form | FwdSm90) -> bool:
+    """Whether there are neither steps of scores nor windows to the left."""
+    return not (form.window or form.softcap or form.scores)
 
 
 FORMS = tuple(
@@ -241,7 +257,7 @@ def configs(arch: str) -> Iterator[FwdSm90]:
     """Every Config of fwd_sm90 that `launches` can choose on `arch`."""
     yield from dict.fromkeys(config for tile in TILES for config in forms(tile))
     for tile in SPLIT_TILES:
-        yield from (_in_form(tile, form) for form in FORMS if form.plain)
+        yield from (_in_form(tile, form) for form in FORMS if plain(form))
 
 
 def self_configs(arch: str) -> Iterator[FwdSm90Self]:
@@ -295,7 +311,7 @@ def launch(p: Problem, device: Device, config: FwdSm90 | FwdSm90Self) -> Launch:
     grid = min(device.sms, m_blocks * pairs) if persistent else m_blocks * pairs
     cut, counters, workspace_bytes = Cut(m_blocks * pairs, 1, 0, 1), 2, 0
     if isinstance(config, FwdSm90) and config.split:
-        cut = _cut(p, device, config)
+        cut = cut_of(p, device, config)
         grid = device.sms if cut.whole else cut.pieces
         counters += 4 * config.consumers * cut.slots
         workspace_bytes = config.slot_bytes * cut.slots

@@ -12,6 +12,7 @@ from rawattn.plan import decode, fwd_sm90
 from rawattn.plan.base import ELEMENTS, Launch, TensorMap, refuses_device
 from rawattn.plan.decode_maps import xmajor_maps
 from rawattn.plan.decode_sm90 import BOX, in_boxes
+from rawattn.plan.fwd_sm90 import Cut
 from rawattn.plan.fwd_sm90_tiles import D64, D96, D128, D192, D192_128_LONG, D256, D256_WIDE
 from rawattn.problem import CacheLayout, Problem, Rows
 from rawattn.registry import FwdSm90
@@ -35,6 +36,11 @@ DECODE_COST = {64: 0.92, 32: 1.35, 16: 1.05, 8: 0.85}
 # The same of e4m3: 32, heads of 128: 32 x 16 224 / 504, 32 x 64 864 / 502, 4 x 512 864 / 248; 8, of
 # 64: 4 x 512 1055 / 165.
 E4M3_COST = {32: 0.86, 8: 0.4}
+# What tiles take that are cut over their keys, of their share of whole ones. One sequence, us,
+# decoding / this (tuning/chunks.csv, run 4): 32 / 8 heads of 128, 64 queries on 8k keys 35 / 39,
+# 128 on 8k 52 / 40, on 32k 168 / 117; 16 / 4 of 256, 32 on 4k 46 / 37, 128 on 32k 618 / 114,
+# x-major 16 on 4k 37 / 36; 8 / 1 of 128, 128 on 8k 28 / 29.
+CUT_COST = 1.6
 
 
 def twin(p: PagedProblem) -> Problem:
@@ -89,7 +95,21 @@ def configs(arch: str) -> Iterator[FwdSm90]:
     for tiles, xmajor in kinds:
         for tile in tiles:
             forms = fwd_sm90.forms(tile)
-            yield from dict.fromkeys(_of_pages(tile, rows, xmajor) for rows in forms)
+            found = dict.fromkeys(_of_pages(tile, rows, xmajor) for rows in forms)
+            yield from found
+            if _may_be_cut(tile):
+                yield from (replace(c, split=True) for c in found if fwd_sm90.plain(c))
+
+
+def _may_be_cut(tile: FwdSm90) -> bool:
+    """Whether there is a form of a tile that is cut over its keys: at 192 it would spill."""
+    return not tile.e4m3 and tile is not D192
+
+
+def _cut(p: PagedProblem, device: Device, tile: FwdSm90) -> Cut | None:
+    """How query tiles are cut over their keys, where they are."""
+    cut = _may_be_cut(tile) and fwd_sm90.cut_pays(twin(p), device, tile)
+    return fwd_sm90.cut_of(twin(p), device, tile) if cut else None
 
 
 def refuses(p: PagedProblem, device: Device) -> str | None:
@@ -120,6 +140,8 @@ def pays(p: PagedProblem, device: Device) -> bool:
     tiles = p.q_heads * min(longest, p.batch + max(0, p.queries - p.batch) // tile.block_m)
     blocks = p.kv_heads * max(p.batch, -(-p.queries * p.group // rows))
     cost = (E4M3_COST if p.quantized else DECODE_COST)[rows]
+    if _cut(p, device, tile):
+        return CUT_COST * tiles <= cost * blocks
     return -(-tiles // device.sms) * device.sms <= cost * blocks
 
 
@@ -127,7 +149,8 @@ def launches(p: PagedProblem, device: Device) -> tuple[Launch, ...]:
     """One launch, of persistent blocks."""
     tile = _tile(p)
     assert tile is not None
-    launch = fwd_sm90.launch(twin(p), device, _config(p, tile))
+    config = replace(_config(p, tile), split=_cut(p, device, tile) is not None)
+    launch = fwd_sm90.launch(twin(p), device, config)
     kept = tuple(m for m in launch.maps if m.field not in ("k_map", "v_map"))
     maps = _maps(p, tile)
     return (replace(launch, kernel="fwd_sm90_paged", maps=(*kept, *maps)),)

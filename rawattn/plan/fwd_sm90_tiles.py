@@ -79,7 +79,7 @@ TILES = (
 )
 # What may cut query tiles over their keys in place of the tile of a problem.
 SPLIT = {tile: replace(tile, split=True) for tile in (D64, D96_LONG, D128, D192_128_LONG, D256)}
-SPLIT |= {D128_LONG: SPLIT[D128], D256_WIDE: SPLIT[D256]}
+SPLIT |= {D64_PACKED: SPLIT[D64], D128_LONG: SPLIT[D128], D256_WIDE: SPLIT[D256]}
 SPLIT_TILES = tuple(dict.fromkeys(SPLIT.values()))
 SELF = FwdSm90Self(
     element="bf16",
