@@ -123,7 +123,7 @@ struct FwdSm90Bytes {
 
 template <class C>
 struct FwdSm90WidenSmem : FwdSm90Smem<C> {
-  FwdSm90Bytes<C> bytes;
+  alignas(1024) FwdSm90Bytes<C> bytes;  // else they might begin in the padding of what is above
 
   __device__ __forceinline__ void init(int readers) {
     FwdSm90Smem<C>::init(readers);

@@ -188,10 +188,11 @@ def test_prompt(name: str) -> None:
 LONG = [
     name
     for name, c in CASES.items()
-    if c.cache_dtype == "same"
-    and max(c.k_lens) > 129
+    if max(c.k_lens) > 129
     and c.window[0] < 0
     and not (c.softcap or c.alibi)
+    # the one that would spill
+    and not (c.quantized and c.layout == "x-major" and c.head_dim > 64)
 ]
 
 

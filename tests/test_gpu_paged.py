@@ -46,10 +46,25 @@ def arguments(cupy: Any, **changes: Any) -> dict[str, Any]:
     return {**call, "return_softmax_lse": True}
 
 
-@pytest.mark.parametrize("table", ["block_table", "csr"])
-@pytest.mark.parametrize("layout", ["NHD", "HND", "x-major"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_queries_and_many_keys(cupy: Any, head_dim: int, layout: str, table: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "layout", "table", "cache"),
+    [
+        (64, "NHD", "block_table", "same"),
+        (96, "NHD", "block_table", "same"),
+        (128, "HND", "block_table", "same"),
+        (256, "NHD", "csr", "same"),
+        (64, "x-major", "block_table", "same"),
+        (128, "x-major", "csr", "same"),
+        (256, "x-major", "block_table", "same"),
+        (64, "NHD", "csr", "float8_e4m3fn"),
+        (128, "HND", "block_table", "float8_e4m3fn"),
+        (64, "x-major", "block_table", "float8_e4m3fn"),
+        (128, "x-major", "block_table", "float8_e4m3fn"),
+    ],
+)
+def test_few_queries_and_many_keys(
+    cupy: Any, head_dim: int, layout: str, table: str, cache: str
+) -> None:
     """Which Hopper cuts over keys, in sequences of other lengths too."""
     case = PagedCase(
         q_lens=(130, 5, 0),
@@ -61,6 +76,8 @@ def test_few_queries_and_many_keys(cupy: Any, head_dim: int, layout: str, table:
         value_dim=head_dim,
         layout=layout,
         table=table,
+        cache_dtype=cache,
+        scales="number" if cache == "same" else "heads",
         causal=True,
         sink=True,
     )

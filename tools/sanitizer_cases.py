@@ -79,6 +79,7 @@ PAGED_CASES = (
             {"q_lens": (140, 1, 33), "k_lens": (700, 0, 33), "packed": True, "table": "csr"},
             {"q_lens": (140, 1, 33), "k_lens": (1500, 5, 300), "packed": True, "causal": True},
             {"q_lens": (9, 9, 9), "k_lens": (1500, 5, 300), "layout": "x-major", "sink": True},
+            {"q_lens": (9, 9, 9), "k_lens": (1500, 5, 300), "sink": True, **E4M3},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3},
             {"q_lens": (9, 9, 9), "head_dim": 64, "value_dim": 48, "softcap": 20.0, **E4M3},
             {"q_lens": (140, 70, 33), "k_lens": (700, 5, 33), "packed": True, **E4M3, **X_MAJOR_48},

@@ -97,18 +97,18 @@ def configs(arch: str) -> Iterator[FwdSm90]:
             forms = fwd_sm90.forms(tile)
             found = dict.fromkeys(_of_pages(tile, rows, xmajor) for rows in forms)
             yield from found
-            if _may_be_cut(tile):
+            if _may_be_cut(tile, xmajor):
                 yield from (replace(c, split=True) for c in found if fwd_sm90.plain(c))
 
 
-def _may_be_cut(tile: FwdSm90) -> bool:
-    """Whether there is a form of a tile that is cut over its keys: at 192 it would spill."""
-    return not tile.e4m3 and tile is not D192
+def _may_be_cut(tile: FwdSm90, xmajor: bool) -> bool:
+    """Whether there is a form of a tile that is cut over its keys: two would spill."""
+    return tile is not D192 and not (xmajor and tile.e4m3 and tile.head_dim == 128)
 
 
 def _cut(p: PagedProblem, device: Device, tile: FwdSm90) -> Cut | None:
     """How query tiles are cut over their keys, where they are."""
-    cut = _may_be_cut(tile) and fwd_sm90.cut_pays(twin(p), device, tile)
+    cut = _may_be_cut(tile, _xmajor(p)) and fwd_sm90.cut_pays(twin(p), device, tile)
     return fwd_sm90.cut_of(twin(p), device, tile) if cut else None
 
 
