@@ -184,6 +184,17 @@ def test_prompt(name: str) -> None:
         assert Template.launched[-1] == "fwd_sm90_paged"
 
 
+def test_a_capped_score_that_lse_cancels() -> None:
+    """The log of the number of keys is as large as the score: a law had measured its error by lse,
+    0.83, not by the score, 4.6.
+    """
+    case = PagedCase(
+        q_lens=(1,), k_lens=(43,), dtype="float16", q_heads=5, scale=0.3, softcap=30.0,
+        data="equal", seed=244,
+    )  # fmt: skip
+    law_paged_matches_reference(paged_emulator_op(0, "fwd_sm90_paged"), case)
+
+
 # Of more key tiles than one, without steps of scores or a window to the left.
 LONG = [
     name

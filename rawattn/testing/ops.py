@@ -129,18 +129,27 @@ def expected(t: Tensors) -> Expected:
     twin_out, twin_lse = _reference(t, t.q, t.k, v, np.float32, rounding=t.case.dtype)
     scale = None if t.case.scale is None else abs(t.case.scale)
     plain = replace(t, alibi_slopes=None, sink=None, case=replace(t.case, softcap=0.0, scale=scale))
-    terms = _reference(plain, np.abs(t.q), np.abs(t.k), t.v[..., :1], np.float64)[1]
-    results = 1 + (CAPPED if t.case.softcap else 0)
+    terms = _sizes(plain) + np.where(np.isfinite(lse), abs(lse), 0.0)
+    if t.case.softcap:  # a score may be larger than lse, which holds the log of their number too
+        capped = replace(plain, case=replace(plain.case, softcap=t.case.softcap))
+        terms = terms + CAPPED * _sizes(capped)
     return Expected(
         out=out[..., : v.shape[-1]],
         lse=lse,
         twin_out=twin_out,
         twin_lse=twin_lse,
         values=out[..., v.shape[-1] :].max(axis=-1, keepdims=True),
-        terms=np.where(np.isfinite(terms), terms, 0.0)
-        + np.where(np.isfinite(lse), results * abs(lse), 0.0),
+        terms=terms,
         sum_of_values=sum_of_values(t.v),
     )
+
+
+def _sizes(t: Tensors) -> Array:
+    """No less than the score of any key that a row sees, as if all products were positive; 0
+    without keys.
+    """
+    sizes = _reference(t, np.abs(t.q), np.abs(t.k), t.v[..., :1], np.float64)[1]
+    return np.where(np.isfinite(sizes), sizes, 0.0)
 
 
 def _reference(
