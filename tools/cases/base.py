@@ -51,7 +51,15 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, *, odd:
         if odd:
             x[rng.random(shape) < 0.01] = np.inf
             x[rng.random(shape) < 0.01] = np.nan
-        return x.astype(dtype)
+        return stored(x, dtype)
+
+
+def stored(x: Array, dtype: str) -> Array:
+    """Numbers in a storage type, the same with any ml_dtypes: since 0.7 it rounds float64 to its
+    types in one step, before by way of float32.
+    """
+    own = np.dtype(dtype).isbuiltin == 1  # NumPy's
+    return (x if own else x.astype(np.float32)).astype(dtype)
 
 
 def spaced(rng: np.random.Generator, x: Array, step: int) -> Array:

@@ -9,12 +9,12 @@ from rawattn.arrays import DTYPES
 from rawattn.cache_problem import MergeProblem
 from rawattn.plan import merge
 from rawattn.reference import merge_states
-from tools.cases.base import H200, Array, KernelCase, spaced, strides
+from tools.cases.base import H200, Array, KernelCase, spaced, stored, strides
 
 
 def _states(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple[Array, Array]:
     """Outs (states, tokens, heads, head_dim) and lses; NaN where a state has no keys."""
-    outs = rng.standard_normal(shape).astype(dtype)
+    outs = stored(rng.standard_normal(shape), dtype)
     outs[rng.random(shape) < 0.05] = -0.0
     lses = rng.choice([1, 30], shape[:-1]) * rng.standard_normal(shape[:-1])
     lses[rng.random(lses.shape) < 0.3] = -np.inf

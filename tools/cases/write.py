@@ -15,7 +15,7 @@ from rawattn.paged_problem import cache_shapes
 from rawattn.plan import kv_write
 from rawattn.problem import CacheLayout
 from rawattn.reference_paged import rotated, write_cache
-from tools.cases.base import H200, Array, Arrays, KernelCase, spaced, strides, values
+from tools.cases.base import H200, Array, Arrays, KernelCase, spaced, stored, strides, values
 
 # ---- caches --------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ def _turn(
     positions = np.minimum(positions, rows - 1)
     angles = rng.uniform(-4, 4, (rows, shape.rotary_dim // 2))
     wide, interleaved = (bool(n) for n in rng.integers(0, 2, 2))
-    cos, sin = (f(angles).astype("float32" if wide else dtype) for f in (np.cos, np.sin))
+    cos, sin = (stored(f(angles), "float32" if wide else dtype) for f in (np.cos, np.sin))
     return (
         rotated(k, cos, sin, positions, interleaved=interleaved),
         {"cos": cos, "sin": sin},
