@@ -130,7 +130,9 @@ def flash_attn_with_kvcache(
     kv_indptr, kv_indices, kv_last_page_len : array, int32, optional
         In place of `block_table` and `cache_seqlens`: the pages of sequence ``b`` are ``kv_indices[
         kv_indptr[b]:kv_indptr[b + 1]]``, all full but the last, which holds ``kv_last_page_len[b]``
-        tokens.
+        tokens. They count tokens that are new, which `reshape_and_cache_flash` stores before the
+        call: `k` and `v` are not accepted. Give `max_seqlen_k`: without it a sequence may have as
+        many keys as all of `kv_indices` together, and the kernel is chosen by that.
     cu_seqlens_q : array, shape `(batch + 1,)`, int32, optional
         First row of each sequence in packed queries, and the end of the last.
     cu_seqlens_k_new : array, shape `(batch + 1,)`, int32, optional

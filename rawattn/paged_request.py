@@ -330,8 +330,10 @@ def _table(
     """How pages are found, and the most keys of a sequence."""
     csr = (specs.kv_indptr, specs.kv_indices, specs.kv_last_page_len)
     if any(csr):
-        if not all(csr) or specs.block_table or specs.seqused_k or specs.cache_batch_idx:
-            given = [n for n, x in zip(names[5:10], specs[5:10], strict=True) if x]
+        others = ("block_table", "seqused_k", "cache_batch_idx")
+        if not all(csr) or any(getattr(specs, name) for name in others):
+            known = (*others, "kv_indptr", "kv_indices", "kv_last_page_len")
+            given = [getattr(names, name) for name in known if getattr(specs, name)]
             raise ValueError(
                 f"found {', '.join(given)}: accepted are kv_indptr, kv_indices and "
                 f"kv_last_page_len together, or {names.block_table} and {names.seqused_k}"

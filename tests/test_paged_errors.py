@@ -156,6 +156,7 @@ BAD_PAGED: Bad = [
     ({"k_descale": zeros(2, 2)}, VALUE, "k_descale is an array, and the cache holds float32"),
     ({**CSR, "block_table": np.zeros((2, 3), I32)}, VALUE, "found block_table, cache_seqlens, kv_"),
     ({**NO_TABLE, "kv_indptr": INDPTR}, VALUE, "found kv_indptr: accepted are kv_indptr, kv_indic"),
+    ({**NO_TABLE, **CSR, "cache_batch_idx": LAST}, VALUE, "found cache_batch_idx, kv_indptr, k"),
     ({**NO_TABLE, **CSR, "kv_indptr": np.array([0, 2, 3])}, TYPE, "kv_indptr has dtype int64: acc"),
     ({**NO_TABLE, **CSR, "kv_indptr": INDPTR[:2]}, VALUE, "kv_indptr has shape (2,): accepted is"),
     ({**NO_TABLE, **CSR, "kv_indptr": np.array([0, 3, 2], I32)}, VALUE, "kv_indptr[2] is 2: accep"),
