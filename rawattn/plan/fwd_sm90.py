@@ -88,7 +88,7 @@ def _tile(p: Problem) -> FwdSm90 | FwdSm90Self | None:
     """The prototype for a problem; None where heads are too wide."""
     tile = first_that_holds(p, TILES)
     # Not by `_full`: lengths may be smaller than their bounds, and a window that is wide enough for
-    # them gets the same bits as none, so the same tile.
+    # them gets the tile of none, and, where that is not cut over keys, its bits.
     causal, long = p.mask.right == 0, max(p.max_q, p.max_k)
     if tile is D64 and long <= 1024:
         return SELF_SHORT if causal else SELF
